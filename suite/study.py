@@ -1,0 +1,88 @@
+"""Study: a set of claims, the cells that measure them, and how they are shown.
+
+    STUDY = Study(name="demo", title="...", presets={"smoke": smoke}, cells=cells, claims=(...), ...)
+
+A study is one module-level `STUDY` in `studies/<name>/study.py`. Nothing is registered elsewhere: the
+folder's name is the study's name. Presets are functions that return a whole frozen config; `cells`
+turns a config into cells; `claims` judge rows; `blocks` turns a judged snapshot into report blocks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from suite.identity import ROOT
+
+MAX_METRICS = 40  # the MLflow UI keeps its columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A number that cells of the study may report."""
+
+    name: str
+    unit: str = ""
+    better: str = ""  # "higher", "lower" or "" where neither is
+    meaning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """See the module's docstring. All callables are plain functions."""
+
+    name: str
+    title: str
+    summary: str
+    presets: Mapping[str, Callable[[], Any]]
+    cells: Callable[[Any], list]  # config -> [Cell]
+    metrics: tuple[Metric, ...] = ()
+    claims: tuple = ()  # of suite.claims.Claim
+    blocks: Callable | None = None  # (suite.claims.View, verdicts) -> [report blocks]
+    searches: Callable[[Any], list] = field(default=lambda config: [])  # config -> [suite.search.Search]
+    best_preset: Callable[[Any], tuple[str, str]] | None = None  # machine -> (preset, why)
+
+    def __post_init__(self) -> None:
+        if "smoke" not in self.presets:
+            raise ValueError(f"a study has at least the preset 'smoke', got presets={sorted(self.presets)}")
+        if len(self.metrics) > MAX_METRICS:
+            raise ValueError(f"a study declares at most {MAX_METRICS} metrics, got {len(self.metrics)}")
+        names = [c.id for c in self.claims]
+        if len(set(names)) != len(names):
+            raise ValueError(f"claim ids are unique within a study, got {names}")
+
+    def metric_names(self) -> frozenset[str]:
+        return frozenset(m.name for m in self.metrics)
+
+
+def study_names(root: Path = ROOT) -> list[str]:
+    """Names of the studies in the tree, found by their file, without importing any."""
+    return sorted(p.parent.name for p in (Path(root) / "studies").glob("*/study.py"))
+
+
+def load_study(name: str) -> Study:
+    """Import one study; an unknown name raises ValueError that lists the known ones."""
+    if name not in study_names():
+        raise ValueError(f"a study is one of {study_names()}, got {name!r}")
+    return importlib.import_module(f"studies.{name}.study").STUDY
+
+
+def load_config(study: Study, preset: str) -> Any:
+    """The config of a preset by name, or of `path/to/file.py:function`."""
+    if preset in study.presets:
+        return study.presets[preset]()
+    path, _, function = preset.rpartition(":")
+    if path.endswith(".py") and function:
+        if not Path(path).is_file():
+            raise ValueError(f"a preset file must exist, got {path!r}")
+        spec = importlib.util.spec_from_file_location("user_preset", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        if not callable(getattr(module, function, None)):
+            raise ValueError(f"a preset is a function in {path!r}, got {function!r}; add `def {function}(): ...`")
+        return getattr(module, function)()
+    raise ValueError(f"a preset of {study.name!r} is one of {sorted(study.presets)} or 'path/to/file.py:function', got {preset!r}")
