@@ -1,0 +1,201 @@
+"""The compiled engine of `linear_fma_ref`: FMA chains in C, vectorised over output columns, the same bits as the torch engine.
+
+    >>> from kernels.exact import _oracle_c
+    >>> _oracle_c.available()                 # False without a C compiler: the torch engine then serves everything
+    True
+
+The source below is compiled once per host (`cc -O3 -ffp-contract=off -march=native`) into a user cache folder keyed by its hash and
+loaded by ctypes. Each output is one chain per chunk, so neither the vector width nor the number of threads can change bits.
+It does not try other compilers or flags: where this one fails, `available()` is False and `why()` says so.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+__all__ = ["available", "linear", "why"]
+
+SOURCE = r"""
+#include <math.h>
+#include <string.h>
+#if defined(__AVX512F__)
+  #include <immintrin.h>
+  typedef __m512 vec;
+  #define LANES 16
+  #define ZERO() _mm512_setzero_ps()
+  #define LOAD(p) _mm512_loadu_ps(p)
+  #define STORE(p, v) _mm512_storeu_ps(p, v)
+  #define SET1(s) _mm512_set1_ps(s)
+  #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
+  #define ADD(a, b) _mm512_add_ps(a, b)
+#elif defined(__AVX2__) && defined(__FMA__)
+  #include <immintrin.h>
+  typedef __m256 vec;
+  #define LANES 8
+  #define ZERO() _mm256_setzero_ps()
+  #define LOAD(p) _mm256_loadu_ps(p)
+  #define STORE(p, v) _mm256_storeu_ps(p, v)
+  #define SET1(s) _mm256_set1_ps(s)
+  #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+  #define ADD(a, b) _mm256_add_ps(a, b)
+#else
+  typedef float vec;
+  #define LANES 1
+  #define ZERO() 0.0f
+  #define LOAD(p) (*(p))
+  #define STORE(p, v) (*(p) = (v))
+  #define SET1(s) (s)
+  #define FMA(a, b, c) fmaf(a, b, c)
+  #define ADD(a, b) ((a) + (b))
+#endif
+#define V 4
+#define TILE (V * LANES)
+
+/* 0 if subnormals are kept on this thread */
+int flushes_subnormals(void) {
+  volatile float tiny = 1.17549435e-38f, half = 0.5f, kept = tiny * half, back = kept + kept;
+  return !(kept != 0.0f && back == tiny);
+}
+
+/* acc[MR][TILE] = chain over k of x[m][k] * w[k][0:TILE], then + 0; x has row stride ldx, w is packed [k][TILE] */
+#define KERNEL(MR)                                                                       \
+static void kernel_##MR(const float *x, long ldx, const float *w, long len, float *out) { \
+  vec acc[MR][V];                                                                        \
+  for (int m = 0; m < MR; ++m) for (int v = 0; v < V; ++v) acc[m][v] = ZERO();           \
+  for (long k = 0; k < len; ++k) {                                                       \
+    vec b[V];                                                                            \
+    for (int v = 0; v < V; ++v) b[v] = LOAD(w + k * TILE + v * LANES);                   \
+    for (int m = 0; m < MR; ++m) {                                                       \
+      vec a = SET1(x[m * ldx + k]);                                                      \
+      for (int v = 0; v < V; ++v) acc[m][v] = FMA(a, b[v], acc[m][v]);                   \
+    }                                                                                    \
+  }                                                                                      \
+  for (int m = 0; m < MR; ++m) for (int v = 0; v < V; ++v)                               \
+    STORE(out + m * TILE + v * LANES, ADD(acc[m][v], ZERO()));                           \
+}
+KERNEL(1) KERNEL(2) KERNEL(4)
+
+static void run(int mr, const float *x, long ldx, const float *w, long len, float *out) {
+  if (mr == 4) kernel_4(x, ldx, w, len, out);
+  else if (mr == 2) kernel_2(x, ldx, w, len, out);
+  else kernel_1(x, ldx, w, len, out);
+}
+
+/* spans: `starts`/`stops` of all chunks, `first[s]`..`first[s+1]` are the chunks of span s; columns n0..n1 of w_NK, y_MN.
+   sums is scratch [spans][M][TILE], panel scratch [256][TILE]. */
+int linear(const float *x, const float *w, float *y, long M, long N, long K, long n0, long n1, const long *starts,
+           const long *stops, const long *first, long spans, float *sums, float *panel) {
+  if (flushes_subnormals()) return 1;
+  float tile[4 * TILE];
+  for (long n = n0; n < n1; n += TILE) {
+    long width = n1 - n < TILE ? n1 - n : TILE;
+    memset(sums, 0, sizeof(float) * spans * M * TILE);
+    for (long s = 0; s < spans; ++s)
+      for (long c = first[s]; c < first[s + 1]; ++c) {
+        long k0 = starts[c], len = stops[c] - k0;
+        if (width < TILE) memset(panel, 0, sizeof(float) * 256 * TILE);
+        for (long j = 0; j < width; ++j)
+          for (long k = 0; k < len; ++k) panel[k * TILE + j] = w[(n + j) * K + k0 + k];
+        for (long m = 0; m < M;) {
+          int mr = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
+          run(mr, x + m * K + k0, K, panel, len, tile);
+          float *sum = sums + (s * M + m) * TILE;
+          for (long i = 0; i < mr * TILE; ++i) sum[i] = sum[i] + tile[i];
+          m += mr;
+        }
+      }
+    for (long m = 0; m < M; ++m)
+      for (long j = 0; j < width; ++j) {
+        const float *p = sums + m * TILE + j;
+        long d = M * TILE;
+        y[m * N + n + j] = spans == 1 ? p[0]
+            : ((p[0] + p[d]) + (p[2 * d] + p[3 * d])) + ((p[4 * d] + p[5 * d]) + (p[6 * d] + p[7 * d]));
+      }
+  }
+  return 0;
+}
+int tile_width(void) { return TILE; }
+"""
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-march=native", "-shared", "-fPIC")
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line for line in lines if line.startswith("flags")), "unknown")
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(root) / "kernels_exact"
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        return None, "no C compiler named cc on the path"
+    key = hashlib.sha256("\n".join((SOURCE, *FLAGS, compiler, _cpu_name())).encode()).hexdigest()[:32]
+    path = _cache_folder() / f"linear_{key}.so"
+    if not path.exists():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                source, built = Path(folder) / "linear.c", Path(folder) / "linear.so"
+                source.write_text(SOURCE)
+                subprocess.run([compiler, *FLAGS, str(source), "-o", str(built), "-lm"], check=True, capture_output=True, text=True)
+                os.replace(built, path)
+        except (OSError, subprocess.CalledProcessError) as error:
+            return None, f"cc failed: {getattr(error, 'stderr', None) or error}"
+    library = ctypes.CDLL(str(path))
+    pointer, integer = ctypes.c_void_p, ctypes.c_long
+    library.linear.argtypes = [pointer] * 3 + [integer] * 5 + [pointer] * 3 + [integer] + [pointer] * 2
+    return library, ""
+
+
+def available() -> bool:
+    """True where the C engine is built (builds it at the first call, about a second)."""
+    return _load()[0] is not None
+
+
+def why() -> str:
+    """Why the C engine is not available; empty where it is."""
+    return _load()[1]
+
+
+def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, chunks: tuple[tuple[tuple[int, int], ...], ...]) -> torch.Tensor:
+    """y_MN in the given chunk order; float32, contiguous CPU operands; columns are shared out over torch's threads."""
+    library, reason = _load()
+    assert library is not None, f"the C engine was asked for but is missing: {reason}"
+    (m, k), n = x_MK.shape, w_NK.shape[0]
+    y_MN = torch.empty((m, n), dtype=torch.float32)
+    flat = [chunk for span in chunks for chunk in span]
+    starts = torch.tensor([c[0] for c in flat], dtype=torch.int64)
+    stops = torch.tensor([c[1] for c in flat], dtype=torch.int64)
+    first = torch.tensor([0, *(len(span) for span in chunks)], dtype=torch.int64).cumsum(0)
+    tile = library.tile_width()
+    workers = max(1, min(torch.get_num_threads(), -(-n // tile)))
+    share = -(-n // (tile * workers)) * tile
+
+    def columns(n0: int) -> None:
+        sums = torch.empty(len(chunks) * m * tile)
+        panel = torch.zeros(256 * tile)
+        status = library.linear(
+            x_MK.data_ptr(), w_NK.data_ptr(), y_MN.data_ptr(), m, n, k, n0, min(n0 + share, n), starts.data_ptr(), stops.data_ptr(),
+            first.data_ptr(), len(chunks), sums.data_ptr(), panel.data_ptr(),
+        )
+        assert status == 0, "subnormals are flushed on this thread: call torch.set_flush_denormal(False)"
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(columns, range(0, n, share)))
+    return y_MN

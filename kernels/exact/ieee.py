@@ -1,0 +1,51 @@
+"""IEEE-754 building blocks on the CPU: an exact float32 FMA from float64 operations, and a check that subnormals are kept.
+
+    >>> import torch
+    >>> from kernels.exact.ieee import fma_f32
+    >>> one_ulp = torch.tensor(1 + 2.0**-23)
+    >>> float(fma_f32(one_ulp, one_ulp, -one_ulp * one_ulp)) != 0      # the product is not rounded before the addition
+    True
+
+The product of two float32 is exact in float64. TwoSum gives the exact error of adding the third operand, and stepping the sum to an
+odd last bit when that error is not zero ("round to odd", Boldo and Melquiond 2008) makes the last rounding to float32 the only one.
+
+It does not run on a GPU: there `tl.fma` is one instruction.
+"""
+
+import torch
+
+__all__ = ["assert_subnormals_kept", "f32", "fma_f32", "nan_canonical"]
+
+CANONICAL_NAN_BITS = 0x7FC00000
+
+
+def f32(value: torch.Tensor | float, like: torch.Tensor | None = None) -> torch.Tensor:
+    """`value` as a float32 CPU tensor; exact for bf16, fp16 and for Python floats that are float32 values."""
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.float32)
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def fma_f32(a: torch.Tensor | float, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
+    """round_to_float32(a * b + c) with one rounding; operands broadcast. Exact for every input, subnormal results included."""
+    p = f32(a).double() * f32(b).double()
+    c = f32(c).double()
+    s = p + c
+    back = s - p
+    error = (p - (s - back)) + (c - back)
+    bits = s.view(torch.int64)
+    inexact = (error != 0) & torch.isfinite(s) & ((bits & 1) == 0)
+    away = (error > 0) == (s > 0)  # the exact sum lies farther from zero than s
+    bits = torch.where(inexact, bits + torch.where(away, 1, -1), bits)
+    return bits.view(torch.float64).to(torch.float32)
+
+
+def nan_canonical(x: torch.Tensor) -> torch.Tensor:
+    """A copy of a floating tensor with every NaN replaced by the one quiet NaN (0x7FC00000 in float32); -0 is kept."""
+    return torch.where(torch.isnan(x), torch.full((), float("nan"), dtype=x.dtype, device=x.device), x)
+
+
+def assert_subnormals_kept() -> None:
+    """Fails if this thread flushes subnormals (`torch.set_flush_denormal(True)`): every reference would be wrong."""
+    tiny = torch.full((8,), 2.0**-126) * torch.full((8,), 0.5)
+    assert bool((tiny.view(torch.int32) == 1 << 22).all()), "subnormals are flushed on this thread: call torch.set_flush_denormal(False)"
