@@ -42,6 +42,7 @@ class _Writer:
     def __init__(self) -> None:
         self.headings = self.tables = self.figures = 0
         self.sources: list[tuple[str, str, str, str]] = []
+        self.first_with: dict[tuple[str, ...], str] = {}
         self.by_type: dict[type, Callable[..., list[dict]]] = {
             Heading: self.heading, Prose: self.prose, Table: self.table, ClaimLedger: self.ledger, Figure: self.figure,
             Matrix: self.matrix, KeyFacts: self.facts, Provenance: self.provenance,
@@ -102,13 +103,16 @@ class _Writer:
     def _figure(self, block: Figure | Matrix, table: Table, svg: str, alt: str, tag: str) -> dict:
         self.figures += 1
         number = self.figures
-        self.sources.append((f"Figure {number}", ", ".join(block.run_ids), short_digest(block.commit), block.sha256))
+        runs = self.first_with.setdefault(block.run_ids, f"the runs of Figure {number}")
+        self.sources.append((f"Figure {number}", ", ".join(block.run_ids) if runs.endswith(f" {number}") else runs,
+                             short_digest(block.commit), block.sha256))
         prefixed = _svg.prefix_ids(svg, f"fig{number}-")
         width, height = _svg.size_px(prefixed)
+        caption = f"{block.caption} {block.note}" if isinstance(block, Matrix) and block.note else block.caption
         data = plain_table(table) | {"type": "table", "label": f"Data of Figure {number}", "id": f"data-{number}"}
-        return {"type": "figure", "label": f"Figure {number}", "id": f"figure-{number}", "caption": clean(block.caption),
+        return {"type": "figure", "label": f"Figure {number}", "id": f"figure-{number}", "caption": clean(caption),
                 "svg": prefixed, "alt": clean(alt), "width_px": round(width, 1), "height_px": round(height, 1), "data": data,
-                "tag": " · ".join(part for part in (tag, clean(getattr(block, "note", ""))) if part),
+                "tag": tag,
                 "source": [span("runs "), span(", ".join(short_digest(r) for r in block.run_ids[:4]), "code"),
                            span(f" and {len(block.run_ids) - 4} more" if len(block.run_ids) > 4 else ""), span(" · commit "),
                            span(short_digest(block.commit), "code"), span(" · data sha256 "), span(short_digest(block.sha256), "code")]}

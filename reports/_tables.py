@@ -8,11 +8,12 @@ side; a word longer than its column is broken by the renderer, never cut off. HT
 
 from reports._palette import VERDICT_STYLES
 from reports.blocks import ClaimLedger, ClaimRow, OtherReading, Table
-from reports.format import Interval, cell_text, clean, interval, missing, number, quantity, short_digest
+from reports.format import Interval, cell_text, clean, interval, missing, number, quantity, short_digest, stated
 
 __all__ = ["claim_table", "plain_table", "span"]
 
 PORTRAIT_PT, LANDSCAPE_PT = 480.0, 728.0    # A4 less margins of 2 cm
+PAGES = ((False, PORTRAIT_PT), (True, LANDSCAPE_PT))
 SIZES_PT = (9.0, 8.5, 8.0, 7.5, 7.0)        # tried in this order, upright first
 INSET_PT = 8.0                              # left and right inset of a column together
 LONGEST_UNBROKEN = 14                       # characters of a word that a column must hold in one line
@@ -41,17 +42,20 @@ def plain_table(table: Table) -> dict:
 
 def claim_table(ledger: ClaimLedger) -> dict:
     """The ledger: verdict, claim, reading, target, bar, evidence. No cell is empty."""
-    names = (("Verdict", "left"), ("Claim", "left"), ("Reading [95% interval]", "left"), ("Target", "left"), ("Our bar", "left"),
+    names = (("Verdict", "left"), ("Claim", "left"), ("Reading [95% CI]", "left"), ("Target", "left"), ("Our bar", "left"),
              ("Evidence", "left"))
     columns = [{"name": name, "unit": "", "align": align} for name, align in names]
-    node = {"caption": clean(ledger.caption), "tag": "", "columns": columns, "rows": [_claim(row) for row in ledger.rows],
+    studies = list(dict.fromkeys(row.study for row in ledger.rows))
+    # One study is named once, in the caption; several are named in every row.
+    rows = [_claim(row, name_study=len(studies) > 1) for row in ledger.rows]
+    node = {"caption": clean(ledger.caption), "tag": clean(studies[0]) if len(studies) == 1 else "", "columns": columns, "rows": rows,
             "note": "The verdict compares the 95% interval with the target; the bar is our own aim and is judged apart.",
             "ledger": True}
-    return node | {"size_pt": 8.5, "landscape": False, "widths_pt": [72.0, 158.0, 72.0, 50.0, 54.0, 74.0]}
+    return node | {"size_pt": 8.0, "landscape": False, "widths_pt": [72.0, 150.0, 70.0, 62.0, 54.0, 72.0]}
 
 
-def _claim(row: ClaimRow) -> list[dict]:
-    claim = [[span(f"{row.study} "), span(row.id, "code")], [span(row.statement)], [span(row.command, "muted-code")]]
+def _claim(row: ClaimRow, name_study: bool) -> list[dict]:
+    claim = [[span(f"{row.study} " if name_study else ""), span(row.id, "code")], [span(row.statement)], [span(row.command, "muted-code")]]
     claim += [[span(_other(other, row.unit), "muted")] for other in row.others]
     if row.value is None:
         reading = _cell([span(missing("not measured here" if row.verdict == "NOT MEASURED HERE" else "no reading yet"), "muted")])
@@ -60,7 +64,7 @@ def _claim(row: ClaimRow) -> list[dict]:
     else:
         value, bounds = interval(row.value, row.low, row.high, row.unit).split(" [")
         reading = _cell([span(value, "strong")], [span("[" + bounds)])
-    evidence = [[span(row.machine)], [span(f"{row.kind}, n = {row.n}")], [span("commit "), span(short_digest(row.commit, 8), "code")]]
+    evidence = [[span(row.machine)], [span(f"{row.kind}, n\u00a0=\u00a0{row.n}")], [span("commit "), span(short_digest(row.commit, 8), "code")]]
     if row.stale:
         evidence.append([span("STALE", "strong"), span(": older code")])
     if not row.machine:
@@ -80,7 +84,7 @@ def _goal(goal: float | str | None, row: ClaimRow) -> str:
         return missing("none stated")
     if isinstance(goal, str):
         return cell_text(goal)
-    return f"{'≥' if row.direction == 'higher' else '≤'} {quantity(goal, row.unit)}"
+    return f"{'≥' if row.direction == 'higher' else '≤'} {stated(goal, row.unit)}"
 
 
 def _other(other: OtherReading, unit: str) -> str:
@@ -93,11 +97,13 @@ def _other(other: OtherReading, unit: str) -> str:
 def _fit(node: dict) -> dict:
     """Type size, page orientation and column widths in pt: upright and large first, small and landscape last."""
     natural, least = zip(*(_demand(node, j) for j in range(len(node["columns"]))))
-    for landscape, room_pt in ((False, PORTRAIT_PT), (True, LANDSCAPE_PT)):
-        for size_pt in SIZES_PT:
-            room = (room_pt - INSET_PT * len(natural)) / size_pt
-            if sum(least) <= room:
-                return {"size_pt": size_pt, "landscape": landscape, "widths_pt": _share(natural, least, room, size_pt)}
+    # First without any broken line at a comfortable size, then with wrapped lines, upright before landscape.
+    for wanted, pages, sizes in ((natural, PAGES[:1], SIZES_PT[:3]), (least, PAGES, SIZES_PT)):
+        for landscape, room_pt in pages:
+            for size_pt in sizes:
+                room = (room_pt - INSET_PT * len(natural)) / size_pt
+                if sum(wanted) <= room:
+                    return {"size_pt": size_pt, "landscape": landscape, "widths_pt": _share(natural, least, room, size_pt)}
     # Not even the longest words fit: columns in proportion, and the renderer breaks inside words.
     room = (LANDSCAPE_PT - INSET_PT * len(natural)) / SIZES_PT[-1]
     shrunk = [need * room / sum(least) for need in least]
@@ -125,7 +131,8 @@ def _demand(node: dict, j: int) -> tuple[float, float]:
             text = "".join(one["t"] for one in line)
             lines.append(text)
             # A number with its interval reads badly when broken, so a numeric column keeps its cells whole.
-            words += [text] if column["align"] == "right" and len(text) <= 24 else text.split()
+            whole = column["align"] == "right" and len(text) <= 24 and not text.startswith("—")
+            words += [text] if whole else text.split()
     return max(map(_em, lines)) + 0.3, max(_em(word[:LONGEST_UNBROKEN] if len(word) > 24 else word) for word in words) + 0.3
 
 

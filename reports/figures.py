@@ -9,6 +9,7 @@ readings, so they cannot disagree. It reads no runs and fits nothing. `matrix_sv
 """
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,14 +21,15 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from reports import _svg
-from reports._glyphs import wrap
+from reports._glyphs import width, wrap
 from reports._matrix import matrix_svg
 from reports._palette import FONTS, GRID, INK, MUTED, SERIES_STYLES, VERDICT_STYLES
 from reports.blocks import ClaimLedger, Column, Figure, Table
-from reports.format import Interval, Missing, clean, number, weakest_kind
+from reports.format import Interval, Missing, clean, number, quantity, stated, weakest_kind
 
 __all__ = ["Ratio", "Reading", "Series", "Source", "bar_ratio", "claims_plot", "dot_interval_plot", "line_curves", "matrix_svg"]
 
+RATIO_TICKS = (*(2.0 ** e for e in range(-20, -1)), 0.5, 0.6, 0.75, 0.9, 1.0, 1.25, 1.5, *(2.0 ** e for e in range(1, 21)))
 WIDTH_IN = 6.7  # the text width of the A4 page
 STYLE = {
     "font.family": FONTS, "font.size": 9.5, "axes.labelsize": 9.5, "xtick.labelsize": 9, "ytick.labelsize": 9.5,
@@ -109,17 +111,18 @@ def line_curves(*, caption: str, alt: str, series: Sequence[Series], x_label: st
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, 2)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: stated(value)))
         if reference is not None:
             axes.axhline(reference[0], color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=0)
-            axes.annotate(clean(reference[1]), (1, reference[0]), xycoords=("axes fraction", "data"), xytext=(0, 3),
-                          textcoords="offset points", ha="right", color=MUTED, fontsize=8.5)
+            axes.annotate(clean(reference[1]), (1, reference[0]), xycoords=("axes fraction", "data"), xytext=(4, 0),
+                          textcoords="offset points", va="center", color=MUTED, fontsize=9)
         axes.grid(axis="y", color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.set_xlabel(clean(x_label))
         axes.set_ylabel(clean(f"{y_label} ({y_unit})" if y_unit else y_label))
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=min(3, len(series)), frameon=False,
-                    handlelength=3.2, borderaxespad=0, columnspacing=1.6)
+        entry_pt = max(width(one.label, 9) for one in series) + 9 * (3.2 + 0.8 + 1.6)  # handle, its gap, column gap
+        canvas.legend(loc="outside upper left", ncols=max(1, min(len(series), int(WIDTH_IN * 72 / entry_pt))), frameon=False,
+                      handlelength=3.2, columnspacing=1.6)
         svg = _svg_of(canvas)
     rows = [(one.label, x, y) for one in series for x, y in zip(one.x, one.y)]
     kinds = [one.kind or source.kind for one in series for _ in one.x]
@@ -145,8 +148,9 @@ def dot_interval_plot(*, caption: str, alt: str, readings: Sequence[Reading], x_
                 axes.plot([reading.bar], [y], marker="d", color=MUTED, markerfacecolor="none", markersize=9,
                           linestyle="none", zorder=1)
         _finish_rows(axes, labels, log_x, f"{x_label} ({unit})" if unit else x_label)
-        axes.legend(handles=_verdict_handles(readings), loc="lower right", bbox_to_anchor=(1, 1.01), ncols=4, frameon=False,
-                    borderaxespad=0, columnspacing=1.2, handletextpad=0.4)
+        handles = _verdict_handles(readings)
+        canvas.legend(handles=handles, loc="outside upper left", ncols=len(handles), frameon=False, columnspacing=1.1,
+                      handletextpad=0.3, handlelength=1.4, fontsize=8.5)
         svg = _svg_of(canvas)
     columns = [Column(name="Claim"), Column(name=x_label, unit=unit, align="right"), Column(name="Target", unit=unit, align="right"),
                Column(name="Bar", unit=unit, align="right"), Column(name="Verdict")]
@@ -178,7 +182,7 @@ def claims_plot(ledger: ClaimLedger, *, caption: str, run_ids: Sequence[str], co
     source = Source(run_ids=tuple(run_ids), commit=commit, kind=weakest_kind(kinds), machine=", ".join(dict.fromkeys(machines)))
     told = "; ".join(f"{r.label} {number(r.interval.value)} ({r.verdict})" for r in readings)
     return dot_interval_plot(caption=caption, alt=f"Share of the bar that each claim reached: {told}.", readings=readings,
-                             x_label="value over bar, 1 = bar, right is better", source=source, log_x=True, kinds=kinds)
+                             x_label="share of the bar (1 = bar; further right is better)", source=source, log_x=True, kinds=kinds)
 
 
 def bar_ratio(*, caption: str, alt: str, ratios: Sequence[Ratio], x_label: str, source: Source, baseline: float = 1.0) -> Figure:
@@ -193,7 +197,7 @@ def bar_ratio(*, caption: str, alt: str, ratios: Sequence[Ratio], x_label: str, 
             axes.barh(y, middle.value - baseline, left=baseline, height=0.58, color=color, alpha=0.85 if better else 0.6)
             axes.errorbar(middle.value, y, xerr=[[middle.value - middle.low], [middle.high - middle.value]], color=INK,
                           capsize=2.5, elinewidth=1)
-            axes.annotate(number(middle.value) + " ×", (max(middle.high, baseline), y), xytext=(5, 0), va="center",
+            axes.annotate(quantity(middle.value, "×"), (max(middle.high, baseline), y), xytext=(5, 0), va="center",
                           textcoords="offset points", fontsize=9)
         axes.axvline(baseline, color=INK, linewidth=0.9)
         _finish_rows(axes, labels, False, x_label)
@@ -228,8 +232,13 @@ def _finish_rows(axes: Axes, labels: list[str], log_x: bool, x_label: str) -> No
     axes.spines["left"].set_visible(False)
     if log_x:
         axes.set_xscale("log", base=2)
+        low, high = axes.get_xlim()
+        inside = [tick for tick in RATIO_TICKS if low <= tick <= high]
+        # Over three octaves the halves and thirds would crowd: keep the powers of two.
+        axes.set_xticks([t for t in inside if high / low < 8 or math.log2(t).is_integer()])
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.axvline(1.0, color=MUTED, linewidth=0.9, linestyle=(0, (2, 2)), zorder=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value, 3)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: stated(value)))
     axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set_xlabel(clean(x_label))

@@ -16,7 +16,7 @@ from numbers import Integral, Real
 
 __all__ = [
     "KINDS", "NOT_MEASURED_HERE", "Interval", "Missing", "cell_text", "clean", "interval", "missing", "number",
-    "quantity", "require_kind", "short_digest", "weakest_kind",
+    "quantity", "require_kind", "short_digest", "stated", "weakest_kind",
 ]
 
 THIN_SPACE, NARROW_NBSP, MINUS, DASH = "\u2009", "\u202f", "\u2212", "\u2014"
@@ -85,8 +85,16 @@ def number(x: float, digits: int = 3) -> str:
     return _grouped(f"{x:.{_decimals(x, digits)}f}")
 
 
+def stated(x: float, unit: str | None = None) -> str:
+    """A number that somebody chose (a target, a tick): no padded zeros, '0.9' and not '0.900'."""
+    text = number(x, 6)
+    if "." in text and "×" not in text:
+        text = text.rstrip("0").rstrip(".")
+    return text + _unit_suffix(unit)
+
+
 def quantity(x: float, unit: str | None, digits: int = 3) -> str:
-    """A number and its unit, a thin space between (none before a percent sign or a multiplication sign)."""
+    """A number that was read, and its unit with a thin space between (none before a percent or multiplication sign)."""
     return number(x, digits) + _unit_suffix(unit)
 
 
@@ -98,8 +106,8 @@ def interval(value: float, low: float, high: float, unit: str | None = None, dig
     elif largest and not 1e-3 <= largest < 1e6:
         texts = [number(x, digits) for x in (value, low, high)]
     else:
-        # Two significant digits of the width keep a narrow interval from printing as [1.00, 1.00].
-        decimals = max(_decimals(largest, digits), min(_decimals(high - low, 2), 5) if high > low else 0)
+        # One significant digit of the width keeps a narrow interval from printing as [1.00, 1.00].
+        decimals = max(_decimals(largest, digits), min(_decimals(high - low, 1), 6) if high > low else 0)
         texts = [_grouped(f"{float(x):.{decimals}f}") for x in (value, low, high)]
     return f"{texts[0]}{_unit_suffix(unit)} [{texts[1]}, {texts[2]}]"
 

@@ -1,0 +1,6 @@
+"""Makes `sample` importable for the tests of this folder, however pytest was started."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
