@@ -1,0 +1,255 @@
+"""The decode kernel of family A: y = x W^T for few tokens, near the speed at which memory delivers 16-bit weights.
+
+    y = decode_fma(x_MK, pack_weight(w_NK))          # on a GPU; `linear.linear_fma` chooses between this and the prefill kernel
+
+Layout: the weight is stored as [span, group of 8 k, n, 8], so a lane reads 8 consecutive k of one row in 16 bytes and a warp reads 512
+consecutive bytes. A warp owns one span (8 warps, 8 spans) and walks its chunks one after the other; every product is one `tl.fma` of
+weights upcast in registers. The tree over spans is taken inside the CTA, or by a second small kernel where spans are spread over
+`split` CTAs. Legend: M tokens, N outputs, S spans, G groups of 8 in a span, R rows of W per thread, B tokens per thread.
+
+It keeps 2 bytes a weight, does not use tensor cores, shared-memory staging or atomics, and the schedule cannot change bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.exact.order import CHUNK, span_count, span_length
+
+__all__ = ["DecodeSchedule", "PackedWeight", "decode_fma", "decode_schedule", "decode_schedules", "pack_weight"]
+
+GROUP = 8
+_CHUNK_GROUPS = tl.constexpr(CHUNK // GROUP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedWeight:
+    """w_NK as [S, G, N, 8] (`data`), zero-padded inside each span to a multiple of 8; made by `pack_weight`."""
+
+    data: torch.Tensor
+    n: int
+    k: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.n, self.k
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSchedule:
+    """How the work is cut; any valid value gives the same bits.
+
+    rows: rows of W per thread (1, 2, 4, 8); lanes: threads side by side along N in one span (32, 64, 128); block_m: tokens per thread
+    (power of two up to 16); unroll: groups of 8 k in flight per row; split: CTAs that share the 8 spans (1, 2, 4, 8).
+    """
+
+    rows: int = 1
+    lanes: int = 32
+    block_m: int = 1
+    unroll: int = 4
+    split: int = 1
+
+    def __post_init__(self) -> None:
+        allowed = {"rows": (1, 2, 4, 8), "lanes": (32, 64, 128), "block_m": (1, 2, 4, 8, 16), "unroll": (1, 2, 4, 8), "split": (1, 2, 4, 8)}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} is one of {values}; got {self}; take an entry of decode_schedules()")
+        if self.rows * self.block_m > 64:
+            raise ValueError(f"rows * block_m accumulators per thread are at most 64; got {self}; lower one of them")
+
+    def num_warps(self, spans: int) -> int:
+        return max(1, spans // self.split) * self.lanes // 32
+
+    @property
+    def block_n(self) -> int:
+        return self.rows * self.lanes
+
+
+def pack_weight(w_NK: torch.Tensor) -> PackedWeight:
+    """[N, K] -> [S, G, N, 8] on the same device: a permutation plus zeros that end a span on a multiple of 8."""
+    if w_NK.ndim != 2:
+        raise ValueError(f"a weight is w_NK; got {tuple(w_NK.shape)=}; reshape it to two dimensions")
+    n, k = w_NK.shape
+    data = pad_spans(w_NK).view(n, span_count(k), -1, GROUP).permute(1, 2, 0, 3).contiguous()
+    return PackedWeight(data=data, n=n, k=k)
+
+
+def pad_spans(a_RK: torch.Tensor) -> torch.Tensor:
+    """[rows, K] -> [rows, S * G * 8]; no copy where 8 divides the span length."""
+    rows, k = a_RK.shape
+    s, length = span_count(k), span_length(k)
+    if length % GROUP == 0:
+        return a_RK.contiguous()
+    return torch.nn.functional.pad(a_RK.reshape(rows, s, length), (0, -length % GROUP)).reshape(rows, -1)
+
+
+@triton.jit
+def split4(v, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr):
+    """[D0, D1, D2, D3, 4] -> four tensors in ascending order; register moves only."""
+    even, odd = tl.split(tl.reshape(v, (D0, D1, D2, D3, 2, 2)))
+    v0, v2 = tl.split(even)
+    v1, v3 = tl.split(odd)
+    return v0, v1, v2, v3
+
+
+@triton.jit
+def split8(v, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr):
+    """[D0, D1, D2, D3, 8] -> eight tensors in ascending order; register moves only."""
+    even, odd = tl.split(tl.reshape(v, (D0, D1, D2, D3, 4, 2)))
+    v0, v2, v4, v6 = split4(even, D0, D1, D2, D3)
+    v1, v3, v5, v7 = split4(odd, D0, D1, D2, D3)
+    return v0, v1, v2, v3, v4, v5, v6, v7
+
+
+@triton.jit
+def load8(pointers, WIDE: tl.constexpr):
+    """Eight consecutive elements as one 16-byte load (16-bit types) or two (float32); `pointers` [D0, D1, D2, D3, 1]."""
+    if WIDE:
+        four = tl.arange(0, 4)[None, None, None, None, :]
+        return tl.load(pointers + four), tl.load(pointers + (four + 4))
+    else:
+        eight = tl.arange(0, 8)[None, None, None, None, :]
+        return tl.load(pointers + eight), 0
+
+
+@triton.jit
+def unpack8(pair, WIDE: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr):
+    if WIDE:
+        a0, a1, a2, a3 = split4(pair[0], D0, D1, D2, D3)
+        b0, b1, b2, b3 = split4(pair[1], D0, D1, D2, D3)
+        return a0, a1, a2, a3, b0, b1, b2, b3
+    else:
+        return split8(pair[0], D0, D1, D2, D3)
+
+
+@triton.jit
+def load_groups(pointers, first, stride, last, UNROLL: tl.constexpr, WIDE: tl.constexpr):
+    """UNROLL groups from `first`; a group beyond `last` reads `last` again and is not used."""
+    out = ()
+    for u in tl.static_range(UNROLL):
+        out = out + (load8(pointers + tl.minimum(first + u, last) * stride, WIDE),)
+    return out
+
+
+@triton.jit
+def span_tree(v, LANES: tl.constexpr, S: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
+    """[LANES, S, R, B] -> [LANES, R, B]: neighbours first, ((0+1)+(2+3))+((4+5)+(6+7))."""
+    v = tl.permute(v, (0, 2, 3, 1))
+    if S == 8:
+        left, right = tl.split(tl.reshape(v, (LANES, R, B, 4, 2)))
+        v = left + right
+    if S >= 4:
+        left, right = tl.split(tl.reshape(v, (LANES, R, B, 2, 2)))
+        v = left + right
+    if S >= 2:
+        left, right = tl.split(tl.reshape(v, (LANES, R, B, 2)))
+        v = left + right
+    else:
+        v = tl.reshape(v, (LANES, R, B))
+    return v
+
+
+@triton.jit
+def decode_kernel(
+    x_ptr, w_ptr, out_ptr, M, N, G, GROUPS_PER_ROW,
+    B: tl.constexpr, R: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
+    X_WIDE: tl.constexpr, W_WIDE: tl.constexpr,
+):  # fmt: skip
+    """One CTA: S spans x (R * LANES) rows of W x B tokens. Grid (N blocks, split, M blocks); out is [split, M, N].
+
+    acc = fma(x_k, w_k, acc) in ascending k from +0; at the end of a chunk total = total + (acc + 0), acc = +0. UNROLL divides G and 32.
+    Dimensions stand as [LANES, S, R, B, 8] because Triton hands out threads in that order: lanes along n, warps along spans, rows and
+    tokens in registers; so no value ever moves between threads before the span tree.
+    """
+    part = tl.program_id(1)
+    lane = tl.arange(0, LANES)[:, None, None, None, None]
+    s = (part * S + tl.arange(0, S))[None, :, None, None, None]
+    r = tl.arange(0, R)[None, None, :, None, None]
+    b = tl.arange(0, B)[None, None, None, :, None]
+    n = tl.minimum(tl.program_id(0) * (R * LANES) + r * LANES + lane, N - 1)
+    m = tl.minimum(tl.program_id(2) * B + b, M - 1)
+    w_pointers = w_ptr + (s.to(tl.int64) * G * N + n) * 8
+    x_pointers = x_ptr + (m * GROUPS_PER_ROW + s * G + lane * 0) * 8
+    stride = N * 8
+    acc = tl.zeros((LANES, S, R, B), tl.float32)
+    total = tl.zeros((LANES, S, R, B), tl.float32)
+    w_now = load_groups(w_pointers, 0, stride, G - 1, UNROLL, W_WIDE)
+    for g in range(0, G, UNROLL):
+        w_next = load_groups(w_pointers, g + UNROLL, stride, G - 1, UNROLL, W_WIDE)
+        for u in tl.static_range(UNROLL):
+            w8 = unpack8(w_now[u], W_WIDE, LANES, S, R, 1)
+            x8 = unpack8(load8(x_pointers + (g + u) * 8, X_WIDE), X_WIDE, LANES, S, 1, B)
+            for j in tl.static_range(8):
+                x = tl.broadcast_to(x8[j].to(tl.float32), (LANES, S, R, B))
+                acc = tl.fma(x, tl.broadcast_to(w8[j].to(tl.float32), (LANES, S, R, B)), acc)
+        w_now = w_next
+        done = g + UNROLL
+        if (done % _CHUNK_GROUPS == 0) | (done >= G):
+            total = total + (acc + 0.0)
+            acc = tl.zeros((LANES, S, R, B), tl.float32)
+    y = span_tree(total, LANES, S, R, B)
+    lane3, r3, b3 = tl.arange(0, LANES)[:, None, None], tl.arange(0, R)[None, :, None], tl.arange(0, B)[None, None, :]
+    m3 = tl.program_id(2) * B + b3
+    n3 = tl.program_id(0) * (R * LANES) + r3 * LANES + lane3
+    tl.store(out_ptr + (part * M + m3).to(tl.int64) * N + n3, y, mask=(m3 < M) & (n3 < N))
+
+
+@triton.jit
+def parts_kernel(part_ptr, y_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """y = the upper levels of the span tree over PARTS partial trees, each `count` long."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.arange(0, PARTS)[None, :]
+    v = tl.load(part_ptr + p.to(tl.int64) * count + i[:, None], mask=(i < count)[:, None], other=0.0)
+    y = span_tree(tl.reshape(v, (BLOCK, PARTS, 1, 1)), BLOCK, PARTS, 1, 1)
+    tl.store(y_ptr + i, tl.reshape(y, (BLOCK,)), mask=i < count)
+
+
+def decode_schedules(m: int = 1) -> tuple[DecodeSchedule, ...]:
+    """Every schedule that a study should sweep for m tokens."""
+    tokens = [b for b in (1, 2, 4, 8, 16) if b == 1 or b < 2 * m]
+    found = []
+    for block_m in tokens[-2:]:
+        for rows, lanes, unroll, split in (
+            (1, 32, 4, 1), (1, 32, 8, 1), (2, 32, 4, 1), (2, 32, 2, 2), (4, 32, 1, 2), (4, 32, 2, 4), (1, 64, 4, 1), (2, 64, 4, 4), (1, 128, 4, 8),
+        ):  # fmt: skip
+            found.append(DecodeSchedule(rows=rows, lanes=lanes, block_m=block_m, unroll=unroll, split=split))
+    return tuple(found)
+
+
+def decode_schedule(m: int, n: int, k: int) -> DecodeSchedule:
+    """The schedule used by default: a function of shape only."""
+    block_m = next(b for b in (1, 2, 4, 8, 16) if b >= min(m, 16))
+    return DecodeSchedule(block_m=block_m)
+
+
+def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedule | None = None) -> torch.Tensor:
+    """y_MN float32 in the canonical order; any M (more than block_m tokens take more CTAs, which read W again)."""
+    (m, k), n = x_MK.shape, weight.n
+    if k != weight.k:
+        raise ValueError(f"x_MK and the packed weight need one K; got {tuple(x_MK.shape)=} {weight.shape=}; pack the right weight")
+    if m * n * k == 0:
+        return torch.zeros((m, n), dtype=torch.float32, device=x_MK.device)
+    schedule = schedule or decode_schedule(m, n, k)
+    spans, groups = weight.data.shape[:2]
+    split = min(schedule.split, spans)
+    unroll = schedule.unroll
+    while groups % unroll or (CHUNK // GROUP) % unroll:
+        unroll //= 2
+    out = torch.empty((split, m, n), dtype=torch.float32, device=x_MK.device)
+    grid = (triton.cdiv(n, schedule.block_n), split, triton.cdiv(m, schedule.block_m))
+    decode_kernel[grid](
+        pad_spans(x_MK), weight.data, out, m, n, groups, spans * groups, B=schedule.block_m, R=schedule.rows, S=spans // split,
+        LANES=schedule.lanes, UNROLL=unroll, X_WIDE=x_MK.dtype == torch.float32, W_WIDE=weight.dtype == torch.float32,
+        num_warps=schedule.num_warps(spans), enable_fp_fusion=False,
+    )  # fmt: skip
+    if split == 1:
+        return out[0]
+    y_MN = torch.empty((m, n), dtype=torch.float32, device=x_MK.device)
+    parts_kernel[(triton.cdiv(m * n, 256),)](out, y_MN, m * n, PARTS=split, BLOCK=256, num_warps=4, enable_fp_fusion=False)
+    return y_MN
