@@ -11,30 +11,40 @@ approximate instructions or a library's reduction, and nothing falls back to ano
 """
 
 from kernels.exact.activations import exp, exp_ref, gelu, gelu_ref, silu, silu_ref, swiglu, swiglu_ref
+from kernels.exact.decode import DecodeSchedule, PackedWeight, decode_schedules, pack_weight
 from kernels.exact.digest import canonical_bytes, digest
 from kernels.exact.ieee import fma_f32, nan_canonical
-from kernels.exact.linear import linear_fma_ref
+from kernels.exact.linear import Schedule, linear_fma, linear_fma_ref
 from kernels.exact.norm import rmsnorm, rmsnorm_ref
 from kernels.exact.order import CHUNK, ORDER_VERSION, chunks, spans
 from kernels.exact.philox import philox_bell, philox_integers, philox_ref, philox_uniform
+from kernels.exact.prefill import PrefillSchedule, prefill_schedules
 
 __all__ = [
     "CHUNK",
     "ORDER_VERSION",
+    "DecodeSchedule",
+    "PackedWeight",
+    "PrefillSchedule",
+    "Schedule",
     "canonical_bytes",
     "chunks",
+    "decode_schedules",
     "digest",
     "exp",
     "exp_ref",
     "fma_f32",
     "gelu",
     "gelu_ref",
+    "linear_fma",
     "linear_fma_ref",
     "nan_canonical",
+    "pack_weight",
     "philox_bell",
     "philox_integers",
     "philox_ref",
     "philox_uniform",
+    "prefill_schedules",
     "rmsnorm",
     "rmsnorm_ref",
     "silu",

@@ -155,7 +155,7 @@ def span_tree(v, LANES: tl.constexpr, S: tl.constexpr, R: tl.constexpr, B: tl.co
     return v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "G", "GROUPS_PER_ROW"])
 def decode_kernel(
     x_ptr, w_ptr, out_ptr, M, N, G, GROUPS_PER_ROW,
     B: tl.constexpr, R: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,

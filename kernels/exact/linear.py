@@ -14,10 +14,15 @@ The order (order.py) is a function of K alone, so tile, warps, batch and device 
 import torch
 
 from kernels.exact import _oracle_c
+from kernels.exact.decode import DecodeSchedule, PackedWeight, decode_fma, pack_weight
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 from kernels.exact.order import CHUNK, chunks, span_count, span_length
+from kernels.exact.prefill import PrefillSchedule, prefill_fma
 
-__all__ = ["check_operands", "linear_fma_ref"]
+__all__ = ["DECODE_TOKENS", "Schedule", "check_operands", "combine", "linear_fma", "linear_fma_ref", "products_are_exact"]
+
+Schedule = DecodeSchedule | PrefillSchedule
+DECODE_TOKENS = 16  # up to here the decode kernel, above it the prefill kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
@@ -30,6 +35,22 @@ def check_operands(x_MK: torch.Tensor, w_NK: torch.Tensor) -> None:
         raise ValueError(f"need x_MK and w_NK with one K; got {tuple(x_MK.shape)=} {tuple(w_NK.shape)=}; flatten or transpose them")
     if x_MK.dtype not in DTYPES or w_NK.dtype not in DTYPES:
         raise ValueError(f"operands are bf16, fp16 or fp32; got {x_MK.dtype=} {w_NK.dtype=}; cast them")
+
+
+def linear_fma(x_MK: torch.Tensor, w: PackedWeight | torch.Tensor, *, schedule: Schedule | None = None) -> torch.Tensor:
+    """On a GPU -> y_MN float32, equal to `linear_fma_ref` bit for bit for every schedule.
+
+    w: `pack_weight(w_NK)`, made once; a plain w_NK is packed again at each call. The kernel follows from the number of tokens alone
+    unless `schedule` names one.
+    """
+    if isinstance(w, torch.Tensor):
+        check_operands(x_MK, w)
+        w = pack_weight(w)
+    if x_MK.ndim != 2 or x_MK.shape[1] != w.k or x_MK.dtype not in DTYPES or w.dtype not in DTYPES:
+        raise ValueError(f"need x_MK with K = {w.k}, operands bf16, fp16 or fp32; got {tuple(x_MK.shape)=} {x_MK.dtype=} {w.dtype=}; flatten or cast")
+    if isinstance(schedule, PrefillSchedule) or (schedule is None and x_MK.shape[0] > DECODE_TOKENS):
+        return prefill_fma(x_MK, w, schedule)
+    return decode_fma(x_MK, w, schedule)
 
 
 def linear_fma_ref(x_MK: torch.Tensor, w_NK: torch.Tensor, *, engine: str = "auto") -> torch.Tensor:

@@ -77,7 +77,7 @@ def span_sum(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "G", "GROUPS_PER_ROW"])
 def prefill_kernel(
     x_ptr, w_ptr, y_ptr, scratch_ptr, M, N, G, GROUPS_PER_ROW,
     S: tl.constexpr, LANES: tl.constexpr, W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, GROUP_M: tl.constexpr,
