@@ -69,7 +69,6 @@ class Context:
     seed: int = 0
     replicate: int = 0
     inputs: Mapping[str, Path] = field(default_factory=dict)  # role -> bundle folder
-    assets: Mapping[str, Path] = field(default_factory=dict)  # name -> folder or file
     state_dir: Path = Path(".")  # survives a pause and a kill
     deadline: float | None = None  # time.monotonic() value to pause by, or None
     rank: int = 0

@@ -4,7 +4,8 @@
 
 A study is one module-level `STUDY` in `studies/<name>/study.py`. Nothing is registered elsewhere: the
 folder's name is the study's name. Presets are functions that return a whole frozen config; `cells`
-turns a config into cells; `claims` judge rows; `blocks` turns a judged snapshot into report blocks.
+turns a config into cells; `claims` judge rows; `exhibits` turns rows into the tables, matrices and
+curves that the report draws (suite.exhibit), so that no study imports the report.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Study:
     cells: Callable[[Any], list]  # config -> [Cell]
     metrics: tuple[Metric, ...] = ()
     claims: tuple = ()  # of suite.claims.Claim
-    blocks: Callable | None = None  # (suite.claims.View, verdicts) -> [report blocks]
+    exhibits: Callable[[Any], list] = field(default=lambda view: [])  # suite.claims.View -> [suite.exhibit.*]
     searches: Callable[[Any], list] = field(default=lambda config: [])  # config -> [suite.search.Search]
     best_preset: Callable[[Any], tuple[str, str]] | None = None  # machine -> (preset, why)
 

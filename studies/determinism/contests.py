@@ -1,0 +1,132 @@
+"""Timing contests of linear layers on a GPU: all variants of one shape in one process, interleaved.
+
+    linear(ctx, rows=1, n=4096, k=4096, variants=["fma", "layercast", "copy"], rounds=12, launches=16)
+
+Weights rotate over sets that together exceed three times the L2, each launch of a variant is one CUDA
+graph over its sets, and outputs are poisoned and rechecked between rounds: `fma` bit for bit against
+the CPU oracle, the others against it within the error of their arithmetic. The floors: a decode step
+must read 2 bytes a weight (LayerCast as written moves 10: read 2, write 4, read 4); prefill does 2MNK
+flops in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from kernels.exact.decode import pack_weight
+from kernels.exact.linear import linear_fma, linear_fma_ref
+from kernels.exact.philox import philox_uniform
+from suite.measure import Context, Result
+from suite.timing import ContestResult, Variant, contest, copy_variant, rotations_needed
+
+DECODE_ROWS = 16  # at most this many rows: a decode step
+CHECKED_ROWS = 64  # outputs checked against the CPU oracle: all columns of the first rows, or all rows of the first columns
+BYTES = {"fma": 2, "layercast": 10, "sgemm": 4, "bf16": 2}  # moved per weight at the floor of each variant
+# Relative to |x||w| per output: bf16 outputs round at 2^-9; fp32 sums of K terms in any order err by K * 2^-24.
+BF16_OUTPUT_ERROR = 2.0**-8
+FP32_TERM_ERROR = 2.0**-24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """One shape's operands on the device: rotated weights, one activation, and the oracle for a corner of the result."""
+
+    x_MK: torch.Tensor
+    weights_NK: tuple[torch.Tensor, ...]
+    expected: torch.Tensor  # of the first weight: rows [:CHECKED_ROWS], columns [:CHECKED_ROWS]
+    scale: torch.Tensor  # |x||w| of the same corner
+    size: tuple[int, int, int] = field(default=(0, 0, 0))
+
+
+def make_operands(rows: int, n: int, k: int, device: str, seed: int) -> Operands:
+    """Weights rotate by rolling one Philox matrix: other bits at every address, one distribution."""
+    x_MK = philox_uniform((rows, k), seed, torch.bfloat16)
+    w_NK = philox_uniform((n, k), seed + 1, torch.bfloat16)
+    corner_x, corner_w = x_MK[:CHECKED_ROWS], w_NK[:CHECKED_ROWS]
+    expected = linear_fma_ref(corner_x, corner_w)
+    scale = corner_x.float().abs() @ corner_w.float().abs().T
+    sets = rotations_needed(2 * n * k, device=device)
+    on_device = w_NK.to(device)
+    return Operands(x_MK=x_MK.to(device), weights_NK=tuple(on_device.roll(i, dims=1) for i in range(sets)), expected=expected, scale=scale, size=(rows, n, k))
+
+
+def linear(ctx: Context, *, rows: int, n: int, k: int, variants: list[str], rounds: int, launches: int) -> Result:
+    """One contest; times, log ratios to fma, share of the copy bandwidth, and the noise floor."""
+    operands = make_operands(rows, n, k, ctx.device, seed=100 + ctx.seed)
+    entered = [copy_of(operands, ctx.device) if v == "copy" else variant_of(v, operands) for v in variants]
+    result = contest(entered, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=1.0, mode="graph", control=variants[0])
+    return Result(metrics=metrics_of(result, variants, operands), arrays=result.to_arrays(), records={"conditions": result.conditions, "telemetry": result.telemetry},
+                  facts={"throttle": ",".join(result.throttle_reasons) or "none", "sets": str(len(operands.weights_NK))})
+
+
+def prepare(name: str, w_NK: torch.Tensor, rows: int):
+    """The weight as the variant stores it (outside the timed region: done once, at load)."""
+    if name == "fma":
+        return pack_weight(w_NK) if rows <= DECODE_ROWS else w_NK
+    return w_NK.float() if name == "sgemm" else w_NK
+
+
+def program(name: str, operands: Operands) -> Callable:
+    """weight -> y: what one call of the variant computes."""
+    x_MK = operands.x_MK
+    x32_MK = x_MK.float()
+    return {"fma": lambda w: linear_fma(x_MK, w), "layercast": lambda w: F.linear(x32_MK, w.to(torch.float32)), "sgemm": lambda w: F.linear(x32_MK, w), "bf16": lambda w: F.linear(x_MK, w)}[name]
+
+
+def variant_of(name: str, operands: Operands) -> Variant:
+    """One program over its own rotated weights, with its own output buffers and check."""
+    rows, n, k = operands.size
+    weights = [prepare(name, w, rows) for w in operands.weights_NK]
+    if name == "sgemm":
+        weights = weights[: max(2, len(weights) // 2 + 1)]  # fp32 weights: half as many sets exceed the L2 as far
+    run, outputs = program(name, operands), [None] * len(weights)
+
+    def call(i: int) -> Callable[[], None]:
+        def once() -> None:
+            outputs[i] = run(weights[i])
+
+        return once
+
+    def poison() -> None:
+        for y in outputs:
+            if y is not None:
+                y.fill_(float("nan"))
+
+    return Variant(name=name, calls=tuple(call(i) for i in range(len(weights))), check=lambda: check(name, outputs, operands), poison=poison,
+                   bytes_moved=BYTES[name] * n * k + 2 * rows * k + 4 * rows * n, flops=2 * rows * n * k)
+
+
+def check(name: str, outputs: list[torch.Tensor], operands: Operands) -> None:
+    """fma: equal in every bit to the CPU oracle; the others: within their error. Every element of every set is written."""
+    for i, y in enumerate(outputs):
+        assert not bool(torch.isnan(y).any()), f"{name} left elements of set {i} unwritten"
+    corner = outputs[0][:CHECKED_ROWS, :CHECKED_ROWS].float().cpu()
+    if name == "fma":
+        assert torch.equal(corner, operands.expected), "fma differs from the CPU oracle"
+        return
+    k = operands.size[2]
+    limit = operands.scale * (BF16_OUTPUT_ERROR if name == "bf16" else 0.0) + operands.scale * k * FP32_TERM_ERROR
+    assert bool(((corner - operands.expected).abs() <= limit).all()), f"{name} is outside its error"
+
+
+def copy_of(operands: Operands, device: str) -> Variant:
+    """The ceiling: a copy of at least 128 MiB, counted read plus written."""
+    _, n, k = operands.size
+    return copy_variant(device, max(2 * n * k, 128 << 20))
+
+
+def metrics_of(result: ContestResult, variants: list[str], operands: Operands) -> dict[str, float]:
+    """Times in us, ln ratios to fma, and the share of copy bandwidth at which fma reads weights."""
+    _, n, k = operands.size
+    out = {f"{v}_us": result.median_s(v) * 1e6 for v in variants if v != "copy"}
+    out |= {f"log_ratio_{v}": result.log_ratio(v, "fma") for v in variants if v not in ("copy", "fma")}
+    out |= {"log_control": result.control_log_ratio, "noise_floor": result.noise_floor}
+    if "copy" in variants:
+        out["copy_us"] = result.median_s("copy") * 1e6
+        out["log_bandwidth_share"] = result.log_ratio("copy", "fma") + math.log(2 * n * k / result.bytes_moved["copy"])
+    return out

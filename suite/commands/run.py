@@ -1,0 +1,173 @@
+"""`suite run`: plan, measure, ingest, judge.
+
+    python -m suite run determinism --preset smoke
+
+The order matters for what a crash can lose: bundles are on disk before anything reads them, and the
+tracker only ever follows the bundles.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from suite import cli, locks, plan as planning
+from suite.bundle import Bundle, BundleStore, origin_of
+from suite.commands.look import print_table
+from suite.driver import RunReport, run_plan
+from suite.executors.local import LocalExecutor
+from suite.progress import Display, clean
+from suite.search import sources_for
+from suite.session import Session
+from suite.study import Study, load_config, load_study
+
+
+def run_command(args) -> int:
+    study = load_study(args.study)
+    if args.executor not in cli.EXECUTORS:
+        raise ValueError(f"an executor is one of {list(cli.EXECUTORS)}, got {args.executor!r}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    session = Session.here()
+    with locks.hold(_writable(session.state_dir) / "driver.lock", what=f"the store {session.state_dir}", wait_s=args.wait):
+        return _run(args, study, session)
+
+
+def _writable(state_dir: Path) -> Path:
+    try:
+        state_dir.mkdir(parents=True, exist_ok=True)
+        (state_dir / ".writable").write_text("")
+    except OSError as error:
+        from suite.driver import StoreFull
+
+        raise StoreFull(f"{error.strerror}: {state_dir}") from error
+    return state_dir
+
+
+def _run(args, study: Study, session: Session) -> int:
+    preset, why = session.preset(study, args.preset)
+    session.store.remove_leftovers()
+    problems = _bring_in(args, study, session)
+    options = planning.Options(rerun=args.rerun, keep_failed=args.keep_failed, reuse=args.reuse, only=args.only)
+    bundles, broken = session.store.load_all()
+    problems += [str(b) for b in broken]
+    plan = session.plan(study, preset, options, bundles)
+    _refuse_shared_timing(plan, args.jobs)
+    session.remember_preset(study.name, preset)
+    print(f"study {study.name}, preset {preset} ({why})")
+    print(f"store {session.store_name()}")
+    print("plan  " + ", ".join(f"{n} {state}" for state, n in sorted(plan.counts().items())), flush=True)
+    feed = Feed(session, study)
+    feed.open(plan, bundles)
+    report = _measure(args, study, session, plan, feed, bundles)
+    feed.close(plan, report)
+    return _conclude(args, study, session, plan, report, problems, feed)
+
+
+def _bring_in(args, study: Study, session: Session) -> list[str]:
+    from suite.archive import unpack
+
+    if args.resume_from:
+        unpack([Path(p) for p in args.resume_from], session.store)
+    return session.adopt_published(study)
+
+
+def _refuse_shared_timing(plan: planning.Plan, jobs: int) -> None:
+    alone = [e.cell.label for e in plan.entries if e.cell.needs.exclusive and e.state == planning.TO_RUN]
+    if jobs > 1 and alone:
+        raise ValueError(f"a timing cell runs alone, so --jobs is 1 while one is planned, got --jobs {jobs} and {alone[0]!r}; use --only to leave it out")
+
+
+def _measure(args, study: Study, session: Session, plan: planning.Plan, feed: Feed, bundles: list[Bundle]) -> RunReport:
+    stop_at = time.time() + args.stop_after if args.stop_after else None
+    sources = sources_for(study.searches(load_config(study, plan.preset)), session, bundles)
+    to_run = [e for e in plan.entries if e.state == planning.TO_RUN]
+    gpus = max((e.cell.needs.gpus for e in to_run), default=0)
+    display = Display(status_path=session.state_dir / "status.json", expected_s=expected_s(to_run, bundles), study=study.name)
+    with LocalExecutor(gpus=gpus, jobs=args.jobs, wait_s=args.wait) as executor, display:
+        return run_plan(plan, executor=executor, store=session.store, conditions=session.conditions(), ingest=feed.ingest if feed.tracker else None,
+                        listener=display.update, stop_at=stop_at, sources=sources)
+
+
+def expected_s(to_run: list[planning.Entry], bundles: list[Bundle]) -> float | None:
+    """Seconds that the cells should take, from earlier attempts at the same questions; None where one is unknown."""
+    known = {b.point: b.data["duration_s"] for b in bundles if b.status == "OK"}
+    if any(e.cell.point not in known for e in to_run):
+        return None
+    return sum(known[e.cell.point] for e in to_run)
+
+
+class Feed:
+    """The tracker as the driver sees it: absent, working, or stopped with a reason."""
+
+    def __init__(self, session: Session, study: Study):
+        self.session, self.study = session, study
+        self.tracker, self.parent, self.error = None, None, ""
+
+    def open(self, plan: planning.Plan, bundles: list[Bundle]) -> None:
+        if not self.session.has_tracker:
+            return
+        from suite.tracking import TrackingError
+
+        conditions = self.session.conditions()
+        try:
+            self.tracker = self.session.open_tracker()
+            self.parent = self.tracker.start_invocation(self.study.name, plan.to_json(), {"commit": conditions.commit, "dirty": str(conditions.dirty), "preset": plan.preset})
+            known = self.tracker.run_ids_by_bundle(self.study.name)
+            for bundle in bundles:
+                if bundle.data["cell"]["study"] == self.study.name and bundle.id not in known:
+                    self.ingest(bundle)
+        except TrackingError as error:
+            self.tracker, self.error = None, str(error)
+            print(f"suite: tracking is off: {error}; bundles are kept, `suite ingest` takes them in later", file=sys.stderr)
+
+    def ingest(self, bundle: Bundle) -> None:
+        self.tracker.ingest(bundle, self.parent, self.study.metric_names(), origin_of(bundle.path))
+
+    def close(self, plan: planning.Plan, report: RunReport) -> None:
+        self.error = self.error or report.tracking_error
+        if self.tracker is None or self.error:
+            return
+        from suite.tracking import TrackingError
+
+        try:
+            by_bundle = self.tracker.run_ids_by_bundle(self.study.name)
+            bundles, _ = self.session.store.load_all()
+            runs = {b.point: by_bundle[b.id] for b in bundles if b.status == "OK" and b.id in by_bundle and b.point in report.states}
+            self.tracker.end_invocation(self.parent, "KILLED" if report.stopped else "FINISHED", runs)
+        except TrackingError as error:
+            self.error = str(error)
+
+
+def _conclude(args, study: Study, session: Session, plan: planning.Plan, report: RunReport, problems: list[str], feed: Feed) -> int:
+    for problem in problems:
+        print(f"suite: skipped: {clean(problem)}", file=sys.stderr)
+    failed = [p for p, s in report.states.items() if s in ("FAILED", "TIMED OUT", "BLOCKED")]
+    print("done  " + ", ".join(f"{list(report.states.values()).count(s)} {s}" for s in sorted(set(report.states.values()))))
+    labels = {e.cell.point: e.cell.label for e in plan.entries}
+    for state in ("FAILED", "TIMED OUT", "BLOCKED", "UNAVAILABLE"):
+        shown = [(clean(labels.get(p, p[:12])), clean(report.reasons[p])) for p, s in report.states.items() if s == state]
+        if shown:
+            print_table(state, ("cell", "why"), shown)
+    if feed.tracker is not None and not feed.error:
+        from suite.claims import judge_all
+        from suite.commands.store import print_judged
+
+        now = session.plan(study, plan.preset, planning.Options(reuse=args.reuse))
+        print_judged(study, judge_all(study, session.view(study, now, feed.tracker)))
+    if args.archive:
+        _archive(args.archive, session.store)
+    if feed.error:
+        return cli.EXIT_STORE
+    if report.stopped or "PAUSED" in report.states.values():
+        print("stopped at a checkpoint; run the same command again to go on")
+        return cli.EXIT_PAUSED
+    return cli.EXIT_FAILED if failed or problems else 0
+
+
+def _archive(file: str, store: BundleStore) -> None:
+    from suite.archive import pack
+
+    for part in pack(store, None, Path(file)):
+        print(f"packed {part}")

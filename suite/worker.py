@@ -1,0 +1,132 @@
+"""Worker: a warm process that runs cells one after another, each into its own bundle.
+
+Started by an executor as `python -m suite.worker --device cpu --reply-fd N --parent PID`. Jobs come in as
+JSON lines on standard input, replies go out as JSON lines on the reply descriptor; what a cell prints
+goes to its log. It imports neither trackers nor searchers, and checks after each cell that the cell
+loaded no code outside its digest and left the process's global state as it found it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from suite import _process, _state
+from suite.bundle import BundleStore, Draft
+from suite.job import Job, Outcome, execute, foreign_modules
+
+MAX_LOG_BYTES = 256 << 10
+PROCESS = secrets.token_hex(6)  # timing claims count process starts, not cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--reply-fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    args = parser.parse_args()
+    _process.die_with_parent(signal.SIGKILL, args.parent)
+    _process.start_reaper()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver decides what an interrupt means
+    os.set_inheritable(args.reply_fd, False)
+    reply = os.fdopen(args.reply_fd, "w", buffering=1)
+    jobs = os.fdopen(os.dup(0), "r")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    allowed = {name for name in sys.modules if name.split(".")[0] == "suite"}
+    reply.write(json.dumps({"event": "ready"}) + "\n")
+    for line in jobs:
+        reply.write(json.dumps(serve(Job.from_json(line), args.device, allowed)) + "\n")
+
+
+def serve(job: Job, device: str, allowed: set[str]) -> dict:
+    """Run one job and store its bundle; returns the reply."""
+    _redirect_output(job.log_path)
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    allowed.update(job.modules)
+    if job.needs["ranks"] > 1:
+        outcome, leftovers = _run_ranks(job, device), []
+    else:
+        _import_quietly(job)
+        before = _state.snapshot()
+        outcome = execute(job, device=device)
+        leftovers = _state.changes(before, _state.snapshot())
+        outcome = _refuse_foreign(job, outcome, allowed)
+    sys.stdout.flush()
+    try:
+        bundle = _store(job, outcome, started)
+    except OSError as error:
+        return {"event": "done", "status": "NOT STORED", "message": f"{error.strerror or error}: {error.filename or job.store}", "replace": leftovers}
+    return {"event": "done", "status": outcome.status, "path": str(bundle.path), "id": bundle.id, "replace": leftovers}
+
+
+def _import_quietly(job: Job) -> None:
+    """Load the measure module before the state is recorded: imports may set up global state, cells may not."""
+    try:
+        __import__(job.cell["measure"].partition(":")[0])
+    except Exception as error:  # execute() imports again and reports this properly
+        print(f"import failed: {error!r}", file=sys.stderr)
+
+
+def _refuse_foreign(job: Job, outcome: Outcome, allowed: set[str]) -> Outcome:
+    bad = foreign_modules(job, allowed)
+    if outcome.status != "OK" or not bad:
+        return outcome
+    rule = f"a cell loads only code inside its digest and no tracker, searcher or plotter, got {bad}; import it statically, or declare it in needs.packages"
+    return Outcome(status="FAILED", result=None, error=rule, duration_s=outcome.duration_s)
+
+
+def _redirect_output(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    except OSError:
+        fd = os.open(os.devnull, os.O_WRONLY)  # storing the bundle will report the disk
+    for out in (1, 2):
+        os.dup2(fd, out)
+    os.close(fd)
+
+
+def _store(job: Job, outcome: Outcome, started: str):
+    pieces = job.state_dir / "spent_s.json"
+    spent_s = outcome.duration_s + (json.loads(pieces.read_text()) if pieces.is_file() else 0.0)
+    if outcome.status == "PAUSED":
+        pieces.write_text(json.dumps(spent_s))
+    return BundleStore(Path(job.store)).write(draft(job, status=outcome.status, error=outcome.error, started=started, duration_s=spent_s), outcome.result)
+
+
+def draft(job: Job, *, status: str, error: str, started: str, duration_s: float) -> Draft:
+    """A job as the header of its bundle; the driver uses it too, for workers that died."""
+    return Draft(cell=job.cell, point=job.point, key=job.key, code=job.code, environment={**job.environment, "process": PROCESS}, commit=job.commit, dirty=job.dirty,
+                 started_at=started, duration_s=duration_s, status=status, error=error, log=read_log(job.log_path))
+
+
+def read_log(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with open(path, "rb") as f:
+        f.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
+        return f.read().decode("utf-8", "replace")
+
+
+def _run_ranks(job: Job, device: str) -> Outcome:
+    """A cell of several processes: torchrun, in this worker's process group."""
+    from suite.rank import collect
+
+    job.state_dir.mkdir(parents=True, exist_ok=True)
+    (job.state_dir / "job.json").write_text(job.to_json())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.needs['ranks']}", "-m", "suite.rank",
+               str(job.state_dir / "job.json"), device]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    code = subprocess.run(command, env=env, check=False).returncode
+    return collect(job, code)
+
+
+if __name__ == "__main__":
+    main()

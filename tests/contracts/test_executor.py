@@ -1,0 +1,165 @@
+"""What every executor promises, over every executor: a cell costs only itself, and is reported exactly once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from suite import identity
+from suite.bundle import load_arrays, read_bundle
+from suite.cell import Cell, Needs
+from suite.executors.local import LocalExecutor
+from suite.job import Job
+from suite.locks import Held
+
+EXECUTORS = {"local": LocalExecutor}
+WAIT_S = 90.0  # for one cell on a loaded machine
+
+
+@pytest.fixture(params=sorted(EXECUTORS))
+def executor(request, tmp_path, monkeypatch):
+    monkeypatch.setenv("SUITE_LOCK_DIR", str(tmp_path / "locks"))
+    with EXECUTORS[request.param](jobs=1) as made:
+        yield made
+
+
+def job(tmp_path: Path, function: str, needs: Needs = Needs(), stop_in_s: float | None = None, replicate: int = 0, **params) -> Job:
+    cell = Cell(study="toy", measure=f"tests.toy.cells:{function}", params=params, needs=needs, replicate=replicate)
+    description = {"study": "toy", "label": cell.label, "measure": cell.measure, "params": params, "seed": 0, "replicate": replicate, "needs": needs.to_json(), "inputs": {}, "assets": {}}
+    return Job(cell=description, point=cell.point, key=cell.point, code="0" * 64, modules=tuple(identity.reached_modules(cell.module)), store=str(tmp_path / "store"),
+               stop_at=None if stop_in_s is None else time.time() + stop_in_s)
+
+
+def finish(executor, *jobs: Job) -> list:
+    """Start all as the executor lets us, return what it reported."""
+    todo, done = list(jobs), []
+    until = time.monotonic() + WAIT_S
+    while len(done) < len(jobs):
+        assert time.monotonic() < until, f"waited for {len(jobs)} cells, got {done}"
+        if todo and executor.can_start(todo[0].needs):
+            executor.start(todo.pop(0))
+            continue
+        done += executor.wait(1.0)
+    assert executor.wait(0.0) == []
+    return done
+
+
+def test_a_cell_leaves_a_bundle_with_its_arrays(executor, tmp_path):
+    (done,) = finish(executor, job(tmp_path, "answer", n=4))
+    bundle = read_bundle(Path(done.path))
+    assert (done.status, bundle.metrics["square"], list(load_arrays(bundle.path)["numbers"])) == ("OK", 16.0, [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("how, status, words", [("raise", "FAILED", ""), ("exit", "DIED", "status 3"), ("kill", "DIED", "SIGKILL"), ("segfault", "DIED", "SIGSEGV")])
+def test_a_cell_that_dies_costs_only_itself(executor, tmp_path, how, status, words):
+    bad, good = finish(executor, job(tmp_path, "fault", how=how), job(tmp_path, "answer", n=2))
+    assert (bad.status, good.status) == (status, "OK")
+    assert words in bad.message
+
+
+def test_a_raised_error_is_in_the_bundle_with_the_log(executor, tmp_path):
+    (done,) = finish(executor, job(tmp_path, "fault", how="raise"))
+    bundle = read_bundle(Path(done.path))
+    assert "planned fault" in bundle.data["error"] and "about to: raise" in (bundle.path / "log.txt").read_text()
+
+
+def test_a_hanging_cell_is_ended_at_its_limit(executor, tmp_path):
+    bad, good = finish(executor, job(tmp_path, "fault", Needs(time_limit_s=2.0), how="hang"), job(tmp_path, "answer", n=2))
+    assert (bad.status, good.status) == ("TIMED OUT", "OK") and "2 s" in bad.message
+
+
+def test_children_of_a_killed_worker_are_gone(executor, tmp_path):
+    (done,) = finish(executor, job(tmp_path, "fault", Needs(time_limit_s=3.0), how="child"))
+    assert done.status == "TIMED OUT"
+    assert alive_children("sleep", "3600") == []
+
+
+def alive_children(*words: str) -> list[str]:
+    out = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if [w.encode() for w in words[:2]] == command[:2]:
+            out.append(path.parent.name)
+    return out
+
+
+def test_changed_global_state_replaces_the_worker(executor, tmp_path):
+    left, after = finish(executor, job(tmp_path, "fault", how="leave state"), job(tmp_path, "answer", n=2))
+    assert "TOY_LEFT_BEHIND" in left.message
+    processes = [json.loads((Path(d.path) / "bundle.json").read_text())["environment"]["process"] for d in (left, after)]
+    assert processes[0] != processes[1]
+
+
+def test_a_warm_worker_serves_many_cells_and_a_fresh_one_only_where_asked(executor, tmp_path):
+    done = finish(executor, job(tmp_path, "answer", n=1), job(tmp_path, "answer", n=2), job(tmp_path, "answer", Needs(fresh_process=True), n=3),
+                  job(tmp_path, "answer", Needs(exclusive=True), n=4), job(tmp_path, "answer", Needs(exclusive=True), replicate=1, n=4))
+    a, b, fresh, same, replicate = (json.loads((Path(d.path) / "bundle.json").read_text())["environment"]["process"] for d in done)
+    assert a == b != fresh == same != replicate
+
+
+def test_code_outside_the_digest_fails_the_cell(executor, tmp_path):
+    (done,) = finish(executor, job(tmp_path, "fault", how="foreign import"))
+    assert done.status == "FAILED" and "suite.plan" in read_bundle(Path(done.path)).data["error"]
+
+
+def test_a_long_cell_pauses_and_goes_on_to_the_digest_of_an_unbroken_run(executor, tmp_path):
+    (unbroken,) = finish(executor, job(tmp_path / "a", "long", steps=30, step_s=0.02))
+    pieces = []
+    while not pieces or pieces[-1].status == "PAUSED":
+        pieces += finish(executor, job(tmp_path / "b", "long", stop_in_s=0.25, steps=30, step_s=0.02))
+        assert len(pieces) < 20
+    last = read_bundle(Path(pieces[-1].path))
+    assert len(pieces) > 1 and last.facts["digest"] == read_bundle(Path(unbroken.path)).facts["digest"]
+    assert last.data["duration_s"] > 30 * 0.02
+
+
+def test_ranks_run_under_torchrun_and_a_dead_one_ends_the_group(executor, tmp_path):
+    good, bad, after = finish(executor, job(tmp_path, "ranks", Needs(ranks=2), how="sum"), job(tmp_path, "ranks", Needs(ranks=2), how="dead rank"), job(tmp_path, "answer", n=1))
+    assert (good.status, bad.status, after.status) == ("OK", "FAILED", "OK")
+    assert read_bundle(Path(good.path)).metrics["sum"] == 3.0
+
+
+def test_a_hanging_rank_costs_that_cell(executor, tmp_path):
+    bad, after = finish(executor, job(tmp_path, "ranks", Needs(ranks=2, time_limit_s=12.0), how="hanging rank"), job(tmp_path, "answer", n=1))
+    assert (bad.status, after.status) == ("TIMED OUT", "OK")
+
+
+def test_a_second_driver_is_told_who_holds_the_device(executor, tmp_path):
+    with pytest.raises(Held, match=f"process {os.getpid()}"):
+        type(executor)(jobs=1)
+
+
+def test_an_exclusive_cell_runs_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUITE_LOCK_DIR", str(tmp_path / "locks"))
+    with LocalExecutor(jobs=2) as executor:
+        executor.start(job(tmp_path, "slow", seconds=0.5, n=1))
+        assert executor.can_start(Needs().to_json())
+        assert not executor.can_start(Needs(exclusive=True).to_json())
+        while not executor.wait(1.0):
+            pass
+        executor.start(job(tmp_path, "slow", Needs(exclusive=True), seconds=0.5, n=2))
+        assert not executor.can_start(Needs().to_json())
+        while not executor.wait(1.0):
+            pass
+
+
+def test_a_full_disk_is_reported_and_leaves_no_half_bundle(executor, tmp_path):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "bundles").write_text("a file where the folder should be")
+    (done,) = finish(executor, job(tmp_path, "answer", n=1))
+    assert done.status == "NOT STORED" and "bundles" in done.message
+
+
+def test_workers_import_neither_trackers_nor_plotters():
+    code = "import sys, suite.worker, suite.rank, suite.timing; print([m for m in ('mlflow','optuna','matplotlib','pandas','ray','scipy','rich') if m in sys.modules])"
+    import subprocess
+
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=identity.ROOT).stdout.strip() == "[]"
