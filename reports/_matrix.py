@@ -18,6 +18,7 @@ from reports.format import clean
 __all__ = ["matrix_svg"]
 
 PAGE = 720.0                        # drawn width in px; 17 cm on A4, so 12 px is 8 pt in print
+LEGEND_ROOM = 620.0                 # a small matrix is not as wide as its legend
 LABEL, SMALL, TINY = 12.5, 11.5, 10.5   # text sizes in px
 LINE = 1.16                         # line pitch over text size
 TILT = 50.0                         # degrees of labels that do not fit upright
@@ -29,12 +30,12 @@ def matrix_svg(matrix: Matrix) -> str:
     label_width = min(210.0, max(width(label, LABEL) for label in matrix.row_labels) + 14)
     summary_width = 58.0
     n_columns = len(matrix.column_labels)
-    cell = min(84.0, max(47.0, (PAGE - label_width - summary_width) / n_columns))
+    cell = min(96.0, max(47.0, (PAGE - label_width - summary_width) / n_columns))
     total = label_width + cell * n_columns + summary_width
     header, y, overhang = _header(sheet, matrix, label_width, cell)
     rows, y = _rows(sheet, matrix, label_width, cell, total, y)
+    total = max(total + max(0.0, overhang - summary_width), LEGEND_ROOM)
     legend, y = _legend(sheet, total, y + 8)
-    total += max(0.0, overhang - summary_width)
     body = "".join((*header, *rows, *legend))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total:.1f} {y:.1f}" width="{total:.1f}" '
             f'height="{y:.1f}">{sheet.defs()}{body}</svg>')
@@ -82,14 +83,14 @@ def _upright(sheet: GlyphSheet, wrapped: list[list[str]], left: float, cell: flo
 def _tilted(sheet: GlyphSheet, labels: tuple[str, ...], left: float, cell: float, top: float) -> tuple[list[str], float, float]:
     """At most two lines a label, rising to the right; the height and the overhang follow from the longest."""
     slope = math.radians(TILT)
-    wrapped = [wrap(label, max(140.0, width(label, SMALL) / 2 + 40), SMALL) for label in labels]
+    wrapped = [wrap(label, max(200.0, width(label, SMALL) / 2 + 40), SMALL) for label in labels]
     reach = max(width(line, SMALL) for lines in wrapped for line in lines)
-    bottom = top + reach * math.sin(slope) + 2 * SMALL
+    bottom = top + reach * math.sin(slope) + 2 * SMALL + 4
     parts = []
     for j, lines in enumerate(wrapped):
         for i, line in enumerate(lines):
             offset = i * SMALL * LINE / math.sin(slope)
-            parts.append(sheet.text(left + (j + 0.4) * cell + offset, bottom - 4, line, size=SMALL, rotate=-TILT))
+            parts.append(sheet.text(left + (j + 0.4) * cell + offset, bottom - 8, line, size=SMALL, rotate=-TILT))
     return parts, bottom, reach * math.cos(slope) + 2 * SMALL - cell / 2
 
 

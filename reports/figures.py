@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from reports import _svg
 from reports._glyphs import width, wrap
@@ -109,6 +109,8 @@ def line_curves(*, caption: str, alt: str, series: Sequence[Series], x_label: st
         axes.xaxis.set_minor_locator(NullLocator())
         if log_y:
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_minor_locator(NullLocator())
         else:
             axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: stated(value)))
@@ -120,9 +122,10 @@ def line_curves(*, caption: str, alt: str, series: Sequence[Series], x_label: st
         axes.set_axisbelow(True)
         axes.set_xlabel(clean(x_label))
         axes.set_ylabel(clean(f"{y_label} ({y_unit})" if y_unit else y_label))
-        entry_pt = max(width(one.label, 9) for one in series) + 9 * (3.2 + 0.8 + 1.6)  # handle, its gap, column gap
-        canvas.legend(loc="outside upper left", ncols=max(1, min(len(series), int(WIDTH_IN * 72 / entry_pt))), frameon=False,
-                      handlelength=3.2, columnspacing=1.6)
+        entries_pt = [width(one.label, 9) + 9 * (2.8 + 0.8 + 1.3) for one in series]  # text, handle, its gap, column gap
+        fits = WIDTH_IN * 72 - 12
+        ncols = len(series) if sum(entries_pt) <= fits else max(1, int(fits / max(entries_pt)))
+        canvas.legend(loc="outside upper left", ncols=ncols, frameon=False, handlelength=2.8, columnspacing=1.3)
         svg = _svg_of(canvas)
     rows = [(one.label, x, y) for one in series for x, y in zip(one.x, one.y)]
     kinds = [one.kind or source.kind for one in series for _ in one.x]

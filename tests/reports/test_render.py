@@ -223,11 +223,19 @@ def test_a_wide_table_stays_on_the_page(columns: int) -> None:
     data = pdf.render(given)
     for page in PdfReader(io.BytesIO(data)).pages:
         seen: list[tuple[float, str]] = []
-        page.extract_text(visitor_text=lambda text, cm, tm, font, size: seen.append((tm[4] * cm[0] + cm[4], text)))
+        page.extract_text(visitor_text=lambda text, cm, tm, font, size, into=seen: into.append((tm[4] * cm[0] + cm[4], text)))
         margin_pt = 56  # 2 cm, less rounding
-        right = max(x for x, text in seen if text.strip())
+        # A run starts at x and is at least a third of an em a character wide (no size is under 6 pt).
+        right = max(x + 2.0 * len(text.strip()) for x, text in seen if text.strip())
         assert right < float(page.mediabox.width) - margin_pt
     assert_same_tables(Page(html.render(given)), data)
+
+
+def test_two_wide_tables_in_a_row_leave_no_empty_page() -> None:
+    wide = one_table(tuple(f"{'long' * 3}{c}" for c in range(16)), columns=16).blocks[0]
+    given = Report(title="T", subtitle="s", generated_from="0" * 64, commit="0" * 40, blocks=[wide, wide, wide])
+    pages = [page.extract_text() for page in PdfReader(io.BytesIO(pdf.render(given))).pages]
+    assert len(pages) == 4 and all("longlonglong" in squeeze(text) for text in pages[1:])
 
 
 def test_a_64_character_digest_is_broken_not_clipped() -> None:
