@@ -8,7 +8,7 @@ side; a word longer than its column is broken by the renderer, never cut off. HT
 
 from reports._palette import VERDICT_STYLES
 from reports.blocks import ClaimLedger, ClaimRow, OtherReading, Table
-from reports.format import Interval, cell_text, clean, interval, missing, number, quantity, short_digest, stated
+from reports.format import cell_text, clean, interval, missing, number, quantity, short_digest, stated
 
 __all__ = ["claim_table", "plain_table", "span"]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from reports import (
-    ClaimLedger, ClaimRow, Column, Figure, Group, Heading, Interval, KeyFacts, Matrix, MatrixCell, Missing,
+    ClaimLedger, Column, Figure, Group, Heading, Interval, KeyFacts, Matrix, MatrixCell, Missing,
     OtherReading, Prose, Provenance, Report, Table,
 )
 from reports import _svg
