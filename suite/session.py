@@ -12,16 +12,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from suite import identity
 from suite.bundle import Bundle, BundleError, BundleStore
-from suite.claims import View, make_view
+from suite.cell import Cell
+from suite.claims import View
 from suite.driver import Conditions
 from suite.machine import Machine, commit, environment, this_machine, versions
-from suite.plan import Options, Plan, make_plan, planned_modules
+from suite.plan import Entry, Options, Plan, make_plan, planned_modules
 from suite.study import Study, load_config
 
 PUBLISHED = identity.ROOT / "reports" / "published"
@@ -45,7 +45,7 @@ class Session:
 
     def store_name(self) -> str:
         if not self.has_tracker:
-            return f"{self.state_dir / 'bundles'} (bundles only: mlflow is not installed here; take them elsewhere with `suite ingest PATH`)"
+            return f"{self.state_dir / 'bundles'} (bundles only, no MLflow here; elsewhere `suite ingest PATH` takes them in)"
         return self.uri or f"sqlite:///{self.state_dir / 'tracking' / 'mlflow.db'}"
 
     def open_tracker(self):
@@ -72,10 +72,17 @@ class Session:
         config = load_config(study, preset)
         if bundles is None:
             bundles, _ = self.store.load_all()
-        return make_plan(study.name, preset, study.cells(config), bundles=bundles, machine=self.machine, versions=versions, asset_sha256=_asset_sha256(), options=options)
+        return make_plan(study.name, preset, study.cells(config), bundles=bundles, machine=self.machine, versions=versions, asset_sha256=_asset_sha256, options=options)
+
+    def entry(self, study: Study, preset: str, cell: Cell, bundles: list[Bundle]) -> Entry:
+        """One cell that joins a running plan (a search asked for it)."""
+        plan = make_plan(study.name, preset, [cell], bundles=bundles, machine=self.machine, versions=versions, asset_sha256=_asset_sha256)
+        return plan.entries[-1]
 
     def view(self, study: Study, plan: Plan, tracker) -> View:
         """The rows that claims and exhibits may use: what the tracker holds, chosen by the rule of suite.claims."""
+        from suite.claims import make_view
+
         rows = tracker.rows(study.name)
         codes = {m: identity.code_digest(m) for m in planned_modules(plan) | {r.measure.partition(":")[0] for r in rows if _exists(r.measure)}}
         return make_view(rows, plan.points(), codes, [e.cell for e in plan.entries])
@@ -103,7 +110,7 @@ def _exists(measure: str) -> bool:
     return identity.module_path(measure.partition(":")[0], identity.ROOT) is not None
 
 
-def _asset_sha256() -> Callable[[str], str]:
-    from suite.assets import asset_sha256
+def _asset_sha256(name: str) -> str:
+    from suite.assets import get_asset
 
-    return asset_sha256
+    return get_asset(name).sha256

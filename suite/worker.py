@@ -21,6 +21,7 @@ from pathlib import Path
 from suite import _process, _state
 from suite.bundle import BundleStore, Draft
 from suite.job import Job, Outcome, execute, foreign_modules
+from suite.rank import collect
 
 MAX_LOG_BYTES = 256 << 10
 PROCESS = secrets.token_hex(6)  # timing claims count process starts, not cells
@@ -117,8 +118,6 @@ def read_log(path: Path) -> str:
 
 def _run_ranks(job: Job, device: str) -> Outcome:
     """A cell of several processes: torchrun, in this worker's process group."""
-    from suite.rank import collect
-
     job.state_dir.mkdir(parents=True, exist_ok=True)
     (job.state_dir / "job.json").write_text(job.to_json())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.needs['ranks']}", "-m", "suite.rank",

@@ -34,8 +34,7 @@ def capture(ctx: Context, *, layers: list[int], sequences: int, tokens: int) -> 
 
     captured = capture_prompts(layers=tuple(layers), sequences=sequences, tokens=tokens)
     arrays = {f"x.{name}": to_bits(x) for name, x in captured.inputs.items()} | {f"w.{name}": to_bits(w) for name, w in captured.weights.items()}
-    everything = torch.cat([torch.tensor(list(bytes.fromhex(digest(captured.inputs[n]) + digest(captured.weights[n])))) for n in sorted(captured.inputs)])
-    facts = {"digest": digest(everything.float()), "prompts": captured.prompts}
+    facts = {"digest": combined(digest(t) for name in sorted(captured.inputs) for t in (captured.inputs[name], captured.weights[name])), "prompts": captured.prompts}
     return Result(arrays=arrays, facts=facts, metrics={"operators": float(len(captured.inputs)), "rows": float(sequences * tokens)})
 
 

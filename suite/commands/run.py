@@ -19,8 +19,8 @@ from suite.commands.look import print_table
 from suite.driver import RunReport, run_plan
 from suite.executors.local import LocalExecutor
 from suite.progress import Display, clean
-from suite.search import sources_for
 from suite.session import Session
+from suite.sources import sources_for
 from suite.study import Study, load_config, load_study
 
 
@@ -66,9 +66,9 @@ def _run(args, study: Study, session: Session) -> int:
 
 
 def _bring_in(args, study: Study, session: Session) -> list[str]:
-    from suite.archive import unpack
-
     if args.resume_from:
+        from suite.archive import unpack
+
         unpack([Path(p) for p in args.resume_from], session.store)
     return session.adopt_published(study)
 
@@ -81,7 +81,9 @@ def _refuse_shared_timing(plan: planning.Plan, jobs: int) -> None:
 
 def _measure(args, study: Study, session: Session, plan: planning.Plan, feed: Feed, bundles: list[Bundle]) -> RunReport:
     stop_at = time.time() + args.stop_after if args.stop_after else None
-    sources = sources_for(study.searches(load_config(study, plan.preset)), session, bundles)
+    answers = {b.point: b for b in bundles if b.status == "OK"}
+    sources = sources_for(study.searches(load_config(study, plan.preset)), entry_of=lambda cell: session.entry(study, plan.preset, cell, bundles), find=answers.get,
+                          storage_dir=session.state_dir / "searches")
     to_run = [e for e in plan.entries if e.state == planning.TO_RUN]
     gpus = max((e.cell.needs.gpus for e in to_run), default=0)
     display = Display(status_path=session.state_dir / "status.json", expected_s=expected_s(to_run, bundles), study=study.name)
