@@ -7,13 +7,29 @@
 Weights come from `suite.assets`, arithmetic from `kernels.exact`. No training, no sampling, no GPU.
 """
 
-from studies.models.attention import BLOCK_KEYS, attention_ref
-from studies.models.capture import GOLDEN_CAPTURE_SHA256, Captured, capture_digest, capture_linear_inputs, capture_prompts, golden_token_ids
-from studies.models.config import LlamaConfig
-from studies.models.llama import LINEARS, LlamaWeights, forward, load_smollm2
-from studies.models.rope import apply_rope, rope_tables
+_EXPORTS = {
+    "BLOCK_KEYS": "studies.models.attention",
+    "Captured": "studies.models.capture",
+    "GOLDEN_CAPTURE_SHA256": "studies.models.capture",
+    "LINEARS": "studies.models.llama",
+    "LlamaConfig": "studies.models.config",
+    "LlamaWeights": "studies.models.llama",
+    "apply_rope": "studies.models.rope",
+    "attention_ref": "studies.models.attention",
+    "capture_digest": "studies.models.capture",
+    "capture_linear_inputs": "studies.models.capture",
+    "capture_prompts": "studies.models.capture",
+    "forward": "studies.models.llama",
+    "golden_token_ids": "studies.models.capture",
+    "load_smollm2": "studies.models.llama",
+    "rope_tables": "studies.models.rope",
+}
+__all__ = sorted(_EXPORTS)
 
-__all__ = [
-    "BLOCK_KEYS", "Captured", "GOLDEN_CAPTURE_SHA256", "LINEARS", "LlamaConfig", "LlamaWeights", "apply_rope", "attention_ref", "capture_digest",
-    "capture_linear_inputs", "capture_prompts", "forward", "golden_token_ids", "load_smollm2", "rope_tables",
-]  # fmt: skip
+
+def __getattr__(name: str):
+    import importlib
+
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

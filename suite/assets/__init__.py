@@ -9,15 +9,41 @@ package of the Python index, an official address. SUITE_OFFLINE=1 forbids the la
 `AssetError`. Needs the standard library and numpy only; it never unpickles and never changes what it is given.
 """
 
-from suite.assets._catalogue import ASSETS, AssetRow, fetch, get_asset, list_assets, load
-from suite.assets._sources import AssetError, DataFolder, Derived, InPackage, OfficialUrl, SourceError, WheelMember
-from suite.assets._store import Asset, cache_folder, fetch_asset, file_sha256, find_asset
-from suite.assets.bpe import ByteBpe
-from suite.assets._prompts import Prompts, prompts
-from suite.assets.smollm2 import StoredModel, chat_text, load_bf16, load_fp32, load_tokenizer, to_bf16_bits
+_EXPORTS = {
+    "ASSETS": "suite.assets._catalogue",
+    "Asset": "suite.assets._store",
+    "AssetError": "suite.assets._sources",
+    "AssetRow": "suite.assets._catalogue",
+    "ByteBpe": "suite.assets.bpe",
+    "DataFolder": "suite.assets._sources",
+    "Derived": "suite.assets._sources",
+    "InPackage": "suite.assets._sources",
+    "OfficialUrl": "suite.assets._sources",
+    "Prompts": "suite.assets._prompts",
+    "SourceError": "suite.assets._sources",
+    "StoredModel": "suite.assets.smollm2",
+    "WheelMember": "suite.assets._sources",
+    "cache_folder": "suite.assets._store",
+    "chat_text": "suite.assets.smollm2",
+    "fetch": "suite.assets._catalogue",
+    "fetch_asset": "suite.assets._store",
+    "file_sha256": "suite.assets._store",
+    "find_asset": "suite.assets._store",
+    "get_asset": "suite.assets._catalogue",
+    "list_assets": "suite.assets._catalogue",
+    "load": "suite.assets._catalogue",
+    "load_bf16": "suite.assets.smollm2",
+    "load_fp32": "suite.assets.smollm2",
+    "load_tokenizer": "suite.assets.smollm2",
+    "prompts": "suite.assets._prompts",
+    "to_bf16_bits": "suite.assets.smollm2",
+}
+__all__ = sorted(_EXPORTS)
 
-__all__ = [
-    "ASSETS", "Asset", "AssetError", "AssetRow", "ByteBpe", "DataFolder", "Derived", "InPackage", "OfficialUrl", "Prompts", "SourceError",
-    "StoredModel", "WheelMember", "cache_folder", "chat_text", "fetch", "fetch_asset", "file_sha256", "find_asset", "get_asset",
-    "list_assets", "load", "load_bf16", "load_fp32", "load_tokenizer", "prompts", "to_bf16_bits",
-]  # fmt: skip
+
+def __getattr__(name: str):
+    import importlib
+
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -10,18 +10,22 @@ A ratio is always read inside one contest. A claim needs the log ratios of at le
 Imports the standard library, numpy and (for CUDA only) torch. It judges nothing: that is `suite.stats`.
 """
 
-from suite.timing._bandwidth import copy_bandwidth_gbps, copy_variant
-from suite.timing._contest import WrongOutput, contest
-from suite.timing._result import ContestResult
-from suite.timing._variant import Variant, cache_bytes, rotations_needed
+_EXPORTS = {
+    "ContestResult": "suite.timing._result",
+    "Variant": "suite.timing._variant",
+    "WrongOutput": "suite.timing._contest",
+    "cache_bytes": "suite.timing._variant",
+    "contest": "suite.timing._contest",
+    "copy_bandwidth_gbps": "suite.timing._bandwidth",
+    "copy_variant": "suite.timing._bandwidth",
+    "rotations_needed": "suite.timing._variant",
+}
+__all__ = sorted(_EXPORTS)
 
-__all__ = [
-    "ContestResult",
-    "Variant",
-    "WrongOutput",
-    "cache_bytes",
-    "contest",
-    "copy_bandwidth_gbps",
-    "copy_variant",
-    "rotations_needed",
-]
+
+def __getattr__(name: str):
+    import importlib
+
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
