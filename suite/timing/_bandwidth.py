@@ -51,7 +51,9 @@ def copy_variant(device: str, bytes_each: int, *, name: str = "copy") -> Variant
     return Variant(name=name, calls=calls, check=check, poison=poison, bytes_moved=2 * bytes_each)
 
 
-def copy_bandwidth_gbps(device: str, bytes_each: int, *, rounds: int = 5, launches_per_round: int = 10, warmup_s: float = 1.0) -> float:
+def copy_bandwidth_gbps(
+    device: str, bytes_each: int, *, rounds: int = 5, launches_per_round: int = 10, warmup_s: float = 1.0
+) -> float:
     """GB/s (1e9 bytes, read plus written) of a copy on `device`, median over rounds of a contest of its own.
 
     As a ceiling for a ratio, enter `copy_variant` into the same contest instead.

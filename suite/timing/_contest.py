@@ -102,7 +102,7 @@ def _rounds(
     times_s = np.empty((rounds, launches_per_round, len(entries)))
     telemetry, check_after = [], sorted({0, (rounds - 1) // 2, rounds - 1})
     for this_round in range(rounds):
-        first = this_round * launches_per_round  # the orders run on from round to round, or a short round would never see them all
+        first = this_round * launches_per_round  # orders run on from round to round, or short rounds would not see them all
         visits = [period[(first + launch) % len(period)] for launch in range(launches_per_round)]
         telemetry.append({"round": this_round, "when": "before"} | sensor.read())
         times_s[this_round] = _without_gc(runner.round_s, visits)

@@ -50,7 +50,7 @@ class CudaRunner:
         self._guard = torch.cuda.device(self._index)
         self._entries = entries
         self._min_replay_s = min_replay_s
-        self._passes = 1
+        self._passes = [1] * len(entries)
         self._graphs: dict[int, object] = {}
         self._spin_cycles = 0
         self._sweep_s = _WARM_CHUNK_S
@@ -67,24 +67,23 @@ class CudaRunner:
 
     def prepare(self) -> dict:
         """Warm every variant eagerly, capture the graphs, size the passes and the head start; facts for the conditions."""
-        stream = self._cuda.Stream(self._index)  # ours, not torch's default capture stream: that one belongs to the first device used
+        stream = self._cuda.Stream(self._index)  # torch's default capture stream belongs to the first device that captured
         self._warm_calls(stream)
         graphed = [index for index, entry in enumerate(self._entries) if entry.graphed]
         self._capture(graphed, stream)
-        if graphed:
-            self._spin_cycles = self._cycles(max(self._enqueue_s(index) for index in graphed))
-            shortest_s = min(self._launch_s(index) for index in graphed)
-            self._passes = min(_MAX_PASSES, max(1, math.ceil(self._min_replay_s / shortest_s)))
-        if self._passes > 1:
-            self._graphs.clear()
-            self._capture(graphed, stream)
-            self._spin_cycles = self._cycles(max(self._enqueue_s(index) for index in graphed))
+        self._spin_cycles = self._head_start_cycles(graphed)
+        self._size_passes(graphed)
+        again = [index for index in graphed if self._passes[index] > 1]
+        for index in again:
+            del self._graphs[index]
+        self._capture(again, stream)
+        self._spin_cycles = self._head_start_cycles(graphed)
         self._sweep_s = sum(self._launch_s(index) for index in range(len(self._entries)))
-        return {"passes": self._passes, "head_start_s": self._spin_cycles / _SPIN_CYCLES_PER_S}
+        passes = {entry.name: self._passes[index] for index, entry in enumerate(self._entries)}
+        return {"passes": passes, "head_start_s": self._spin_cycles / _SPIN_CYCLES_PER_S}
 
     def calls_per_launch(self, index: int) -> int:
-        entry = self._entries[index]
-        return len(entry.variant.calls) * (self._passes if entry.graphed else 1)
+        return len(self._entries[index].variant.calls) * self._passes[index]
 
     def recompute(self, index: int) -> None:
         """One untimed launch by the very path that is timed, its outputs ready on return."""
@@ -170,7 +169,7 @@ class CudaRunner:
             try:
                 # thread_local: another thread of a worker (a heartbeat) must not break the capture.
                 with self._cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    for _ in range(self._passes):
+                    for _ in range(self._passes[index]):
                         for call in entry.variant.calls:
                             call()
             except RuntimeError as error:
@@ -180,6 +179,23 @@ class CudaRunner:
                 ) from error
             self._graphs[index] = graph
         self.synchronize()
+
+    def _size_passes(self, graphed: Sequence[int]) -> None:
+        """How often each graph holds its rotation. Both entries of the control get the same number: they are one program."""
+        replay_s: dict[int, float] = {}
+        for index in graphed:
+            key = id(self._entries[index].variant)
+            replay_s[key] = min(replay_s.get(key, math.inf), self._launch_s(index))
+        for index in graphed:
+            wanted = math.ceil(self._min_replay_s / replay_s[id(self._entries[index].variant)])
+            self._passes[index] = min(_MAX_PASSES, max(1, wanted))
+
+    def _head_start_cycles(self, graphed: Sequence[int]) -> int:
+        """Cycles to spin before a replay: twice what the host needs to enqueue the slowest one, and a little more."""
+        if not graphed:
+            return 0
+        enqueue_s = max(self._enqueue_s(index) for index in graphed)
+        return round(min(_SPIN_LIMIT_S, 2 * enqueue_s + _SPIN_EXTRA_S) * _SPIN_CYCLES_PER_S)
 
     def _event_pair(self) -> tuple:
         return self._cuda.Event(enable_timing=True), self._cuda.Event(enable_timing=True)
@@ -202,10 +218,6 @@ class CudaRunner:
             seconds.append(time.perf_counter() - begin_s)
         self.synchronize()
         return float(np.median(seconds[1:]))
-
-    @staticmethod
-    def _cycles(enqueue_s: float) -> int:
-        return round(min(_SPIN_LIMIT_S, 2 * enqueue_s + _SPIN_EXTRA_S) * _SPIN_CYCLES_PER_S)
 
 
 def _has_no_trend(clocks_mhz: Sequence[float]) -> bool:

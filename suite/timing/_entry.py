@@ -26,7 +26,9 @@ class Entry:
     graphed: bool
 
 
-def enter(variants: tuple[Variant, ...], *, control: str | None, graphed: bool, also_eager: bool) -> tuple[list[Entry], tuple[str, str]]:
+def enter(
+    variants: tuple[Variant, ...], *, control: str | None, graphed: bool, also_eager: bool
+) -> tuple[list[Entry], tuple[str, str]]:
     """Entries of a contest and the names of the control's two: the variants, the control again, and eager twins if asked.
 
     Raises ValueError for no variants, a name that two entries share, or a `control` that is none of the variants.

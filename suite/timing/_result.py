@@ -31,7 +31,7 @@ class ContestResult:
     calls_per_launch, bytes_moved, flops: per entry name; the last two per call and None where the variant told none.
     telemetry: one dict before and one after each round (`round`, `when`, then what `suite.telemetry` read).
     conditions: how the contest went: warm-up and whether clocks were steady, the rounds after which outputs were
-        checked, which entries were not checked, passes per graph, the head start of a replay.
+        checked, which entries were not checked, passes of the rotation per launch, the head start of a replay.
     """
 
     samples: dict[str, np.ndarray]
@@ -93,7 +93,7 @@ class ContestResult:
         return np.log(self.round_medians_s(a)) - np.log(self.round_medians_s(b))
 
     def log_ratio(self, a: str, b: str) -> float:
-        """ln(time of a / time of b), the median over rounds: this process's one number for `suite.stats.ratio_interval`."""
+        """ln(time of a / time of b), the median over rounds: this process's one number for a claim."""
         return float(np.median(self.round_ratios(a, b)))
 
     @property

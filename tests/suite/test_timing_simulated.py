@@ -7,6 +7,7 @@ machine's noise.
 """
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from scipy.stats import binom
 
 from suite.stats import Difference, compare
 from suite.timing import ContestResult, Variant, contest
+from suite.timing._entry import orders
 from suite.timing._simulated import SimulatedMachine
 
 CONTESTS = 200
@@ -135,6 +137,16 @@ def test_every_launch_visits_every_entry_once_and_orders_rotate():
     assert {sweep[0] for sweep in sweeps} == {"a", "b", "c"}, "each comes first at some time"
     followed_by_b = {sweep[sweep.index("b") - 1] for sweep in sweeps if sweep.index("b")}
     assert followed_by_b == {"a", "c"}, "b comes after each other variant at some time"
+
+
+@pytest.mark.parametrize("num_entries", [2, 3, 4, 5, 8], ids=lambda n: f"{n} entries")
+def test_a_period_of_orders_balances_places_and_predecessors(num_entries):
+    """Even and odd numbers of entries are built differently; 2 is the smallest contest."""
+    period = orders(num_entries)
+    places = Counter((place, entry) for order in period for place, entry in enumerate(order))
+    followers = Counter(pair for order in period for pair in zip(order, order[1:]))
+    assert len(places) == num_entries**2 and len(set(places.values())) == 1
+    assert len(followers) == num_entries * (num_entries - 1) and len(set(followers.values())) == 1
 
 
 def test_the_orders_run_on_from_round_to_round():
