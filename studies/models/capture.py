@@ -57,10 +57,11 @@ def capture_linear_inputs(
     layers: Sequence[int] = GOLDEN_LAYERS,
     activation_dtype: torch.dtype = torch.bfloat16,
     engine: str = "auto",
+    threads: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Name -> x_MK (`activation_dtype`, M = all tokens) for the 7 linears of each of `layers`; q, k, v and gate, up share one tensor.
 
-    Stops after the last layer asked for. Raises ValueError for a layer that the model lacks and for tokens that `forward` refuses.
+    Stops after the last layer asked for. `engine` and `threads` change time, never bits. Raises ValueError for a layer that the model lacks and for tokens that `forward` refuses.
     """
     if not layers or min(layers) < 0 or max(layers) >= weights.config.layers:
         raise ValueError(f"layers must be some of 0 to {weights.config.layers - 1}, got {layers=}; count from 0")
@@ -73,7 +74,7 @@ def capture_linear_inputs(
             if len(captured) == len(wanted):
                 raise StopForward
 
-    forward(weights, token_ids, activation_dtype=activation_dtype, engine=engine, observe=observe)
+    forward(weights, token_ids, activation_dtype=activation_dtype, engine=engine, threads=threads, observe=observe)
     assert captured.keys() == wanted, "every linear of every layer ran"
     return captured
 

@@ -11,8 +11,9 @@ oracle and a source of activations, not a fast decoder: there is no KV cache, so
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,26 +83,27 @@ def forward(
     *,
     activation_dtype: torch.dtype = torch.bfloat16,
     engine: str = "auto",
+    threads: int = 1,
     observe: Observer = lambda name, x_MK: None,
 ) -> torch.Tensor | None:
     """Logits fp32 [tokens of all sequences, vocabulary]; each sequence is independent of the others, bit for bit.
 
     `activation_dtype`: what linears and attention read; fp32 serves comparison with other implementations. `engine`: of
-    `linear_fma_ref`; changes time, never bits. `observe(name, x_MK)` sees the input of each linear, "layers.0.self_attn.q_proj" first.
+    `linear_fma_ref`; changes time, never bits. `threads`: torch's while this runs, likewise; one is fastest for a few dozen tokens, since
+    most operations are small and threads that wait for each other spin. `observe(name, x_MK)` sees the input of each linear, "layers.0.self_attn.q_proj" first.
     Raises ValueError for empty sequences or ids outside the vocabulary.
     """
     config = weights.config
     _check_tokens(config, token_ids)
     ends = np.cumsum([len(ids) for ids in token_ids]).tolist()
     run = _Run(weights=weights, bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)), dtype=activation_dtype, engine=engine, observe=observe)
-    h_MK = weights["embed_tokens"][torch.tensor([i for ids in token_ids for i in ids])].float()
-    try:
+    with torch.no_grad(), _torch_threads(threads), contextlib.suppress(StopForward):
+        h_MK = weights["embed_tokens"][torch.tensor([i for ids in token_ids for i in ids])].float()
         for layer in range(config.layers):
             h_MK = h_MK + _attend(run, f"layers.{layer}", h_MK)
             h_MK = h_MK + _mlp(run, f"layers.{layer}", h_MK)
-    except StopForward:
-        return None
-    return linear_fma_ref(run.norm("norm", h_MK), weights["embed_tokens"], engine=engine)
+        return linear_fma_ref(run.norm("norm", h_MK), weights["embed_tokens"], engine=engine)
+    return None
 
 
 def _attend(run: _Run, layer: str, h_MK: torch.Tensor) -> torch.Tensor:
@@ -122,6 +124,17 @@ def _mlp(run: _Run, layer: str, h_MK: torch.Tensor) -> torch.Tensor:
     x_MK = run.norm(f"{layer}.post_attention_layernorm", h_MK)
     gate, up = (run.linear(f"{layer}.mlp.{part}_proj", x_MK) for part in ("gate", "up"))
     return run.linear(f"{layer}.mlp.down_proj", swiglu_ref(gate, up, out_dtype=run.dtype))
+
+
+@contextlib.contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    """torch with `threads` threads inside, as before outside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_tokens(config: LlamaConfig, token_ids: Sequence[Sequence[int]]) -> None:
