@@ -1,0 +1,157 @@
+"""The determinism study: comparison of bits, the manifest, and that a wrong kernel is found."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.exact.linear import linear_fma_ref
+from studies.determinism import cells as measure
+from studies.determinism import implementations, presets
+from studies.determinism.claims import MANIFEST
+from studies.determinism.compare import Difference, compare, ordered
+from studies.determinism.operators import from_bits, load_operators, ragged_operators, to_bits
+from studies.determinism.schedules import DECODE, PREFILL
+from studies.determinism.study import STUDY, cells
+from suite.bundle import BundleStore, Draft
+from suite.measure import Context
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "y, expected, differing, max_ulp",
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0, 0),
+        ([1.0], [math.nextafter(1.0, 2.0)], 0, 0),  # below fp32's step: the same float32
+        ([1.0], [1.0 + 2**-23], 1, 1),
+        ([1.0 - 2**-24], [1.0 + 2**-23], 1, 2),
+        ([0.0], [-0.0], 1, 1),
+        ([2**-149], [-(2**-149)], 1, 3),  # across both zeros
+        ([NAN], [NAN], 0, 0),
+        ([NAN], [1.0], 1, 2**31),
+        ([float("inf")], [3.4028234663852886e38], 1, 1),
+    ],
+)
+def test_ulp_distance_is_exact(y, expected, differing, max_ulp):
+    assert compare(torch.tensor(y), torch.tensor(expected)) == Difference(equal=differing == 0, differing=differing, max_ulp=max_ulp, elements=len(y))
+
+
+def test_ordered_bits_follow_the_number_line():
+    x = torch.tensor([-float("inf"), -1.0, -(2.0**-149), -0.0, 0.0, 2.0**-149, 1.0, float("inf")])
+    assert (ordered(x).diff() > 0).all()
+
+
+def test_shapes_that_differ_are_refused():
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        compare(torch.zeros(2), torch.zeros(3))
+
+
+def test_bfloat16_travels_as_bits():
+    x = torch.randn(7, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    assert torch.equal(from_bits(to_bits(x)), x)
+
+
+def test_every_cell_of_the_manifest_is_planned_and_no_fma_cell_is_left_out():
+    labels = {c.label for preset in (presets.cpu(), presets.gpu()) for c in cells(preset) if c.params.get("impl") == "fma"}
+    assert sorted(json.loads(MANIFEST.read_text())["fma cells"]) == sorted(labels)
+
+
+@pytest.mark.parametrize("preset", sorted(STUDY.presets))
+def test_presets_give_cells_with_unique_points_and_labels(preset):
+    planned = cells(STUDY.presets[preset]())
+    assert len({c.point for c in planned}) == len({(c.label, c.replicate) for c in planned}) == len(planned)
+
+
+def test_the_schedules_of_the_study_are_schedules_of_the_kernels():
+    from kernels.exact.decode import DecodeSchedule
+    from kernels.exact.prefill import PrefillSchedule
+
+    assert [DecodeSchedule(**s).split for s in DECODE] == [s.get("split", 1) for s in DECODE]
+    assert [PrefillSchedule(**s).rows for s in PREFILL] == [s.get("rows", PrefillSchedule().rows) for s in PREFILL]
+
+
+# ---------------------------------------------------------------- the cells on small operands
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory) -> Context:
+    """Inputs as the harness hands them over: a capture of one small layer, and its oracle."""
+    store = BundleStore(tmp_path_factory.mktemp("store"))
+    g = torch.Generator().manual_seed(3)
+    arrays = {}
+    for name, (n, k) in {"layers.0.mlp.gate_proj": (48, 40), "layers.0.mlp.up_proj": (48, 40), "layers.0.mlp.down_proj": (40, 48)}.items():
+        arrays[f"x.{name}"] = to_bits(torch.randn(64, k, generator=g).to(torch.bfloat16))
+        arrays[f"w.{name}"] = to_bits(torch.randn(n, k, generator=g).to(torch.bfloat16))
+    capture = store.write(draft(), measure.Result(arrays=arrays))
+    oracle = measure.oracle(Context(device="cpu", inputs={"capture": capture.path}), engine="torch")
+    return Context(device="cpu", inputs={"capture": capture.path, "oracle": store.write(draft(), oracle).path})
+
+
+def draft() -> Draft:
+    cell = {"study": "determinism", "measure": "a:b", "label": "x", "params": {}, "seed": 0, "replicate": 0, "needs": {}, "inputs": {}, "assets": {}}
+    return Draft(cell=cell, point="0" * 64, key="1" * 64, code="2" * 64, environment={}, commit="unknown", dirty=True, started_at="", duration_s=0.0, status="OK")
+
+
+def run(context: Context, impl: str, **schedule):
+    return measure.operators(context, impl=impl, device="cpu", **{"rows": 64, "chunk_rows": 0, "threads": 0, "kernel": {}, **schedule})
+
+
+@pytest.mark.parametrize("schedule", [{"rows": 64}, {"rows": 1}, {"rows": 16}, {"chunk_rows": 16}, {"threads": 1}, {"kernel": {"engine": "torch"}}])
+def test_fma_has_the_oracles_bits_under_every_schedule(context, schedule):
+    result = run(context, "fma", **schedule)
+    assert result.metrics["equal_operators"] == result.metrics["operators"] == len(load_operators(context.input_arrays("capture"))) + 3
+    assert result.metrics["differing"] == 0
+
+
+def test_digests_of_a_smaller_batch_are_the_oracles_prefix_digests(context):
+    prefixes = {r["operator"]: r["digests"] for r in context.input_record("oracle", "oracle")}
+    assert all(prefixes[r["operator"]]["4"] == r["digest"] for r in run(context, "fma", rows=4).records["operators"])
+
+
+@pytest.mark.parametrize("impl", ["layercast", "sgemm", "bf16"])
+def test_the_controls_compute_the_same_product_but_not_the_same_bits(context, impl):
+    result = run(context, impl)
+    assert 0 < result.metrics["equal_operators"] + result.metrics["differing"] and result.metrics["differing"] > 0
+
+
+def wrong_order(x_MK, w_NK, schedule):
+    """The right product in another order: what the study exists to find."""
+    return linear_fma_ref(x_MK.flip(1), w_NK.flip(1))
+
+
+def wrong_by_batch(x_MK, w_NK, schedule):
+    return linear_fma_ref(x_MK, w_NK) if x_MK.shape[0] > 1 else wrong_order(x_MK, w_NK, schedule)
+
+
+@pytest.mark.parametrize("broken, schedule", [(wrong_order, {"rows": 64}), (wrong_by_batch, {"rows": 1})])
+def test_a_kernel_with_another_order_is_found(context, monkeypatch, broken, schedule):
+    good = implementations.IMPLEMENTATIONS["fma"]
+    monkeypatch.setitem(implementations.IMPLEMENTATIONS, "fma", replace(good, run=broken))
+    result = run(context, "fma", **schedule)
+    assert result.metrics["equal_operators"] < result.metrics["operators"] and result.metrics["max_ulp"] > 0
+
+
+def test_ragged_operands_are_the_same_bits_everywhere():
+    from kernels.exact.digest import digest
+
+    seen = [digest(op.x_MK) for op in ragged_operators()]
+    assert seen == RAGGED_DIGESTS
+
+
+RAGGED_DIGESTS = [
+    "335951a0c6e7860268eb961f1f151cfd0a6d477aacc46e06552b822be53fea75",
+    "d1d9b0019f3d90f46eddd2d2f30d6001ab7ab135df83309c88a40c5969a4ac3c",
+    "a56039af7a499427446b41259730e046c77b7f723b3f78f020fb9bfe76674691",
+    "0291027ef2327218de9806c44647cc6926f6e0816be6ece258c92a7c0afe1fdc",
+    "9fd9586f56eb6f157a66d97283aad71084720f50b0ad1230b78f7cb91873364b",
+    "f48c6dff177553f1cb312afeec24523d8b2bcf6b878f479745708b386e01d2a8",
+    "d545d6134b8a9c651e6143b86cd8dd1070d3e3a03781b593d5d5ef15a78491ea",
+]
+
+
+def test_operand_arrays_hold_no_objects(context):
+    assert all(np.asarray(a).dtype != object for a in context.input_arrays("capture").values())
