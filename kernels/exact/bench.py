@@ -30,19 +30,19 @@ TOKENS = (1, 2, 4, 8, 16)
 def sweep(m: int) -> list[DecodeSchedule]:
     """Schedules worth timing for m tokens."""
     found = []
-    for rows, lanes, unroll, split in itertools.product((1, 2, 4), (32, 64), (1, 2, 4, 8), (1, 2, 4, 8)):
+    for rows, unroll, split, by_chunk, ahead in itertools.product((1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 4), (False, True), (True, False)):
         in_flight = rows * unroll
-        if not (4 if m == 1 else 2) <= in_flight <= 8 or rows * m > 64 or (m >= 8 and in_flight > 4) or (m == 1 and split == 8):
+        if rows * m > 32 or unroll * m > 32 or not (8 if m <= 2 else 4 if m <= 8 else 2) <= in_flight <= 16 or (split > 2 and m <= 2):
             continue
-        if lanes == 64 and (split == 1 or m > 4):
+        if split == 4 and not by_chunk or (m >= 4 and rows == 1 and by_chunk) or (m == 16 and not by_chunk and rows > 1):
             continue
-        found.append(DecodeSchedule(rows=rows, lanes=lanes, unroll=unroll, split=split, block_m=m))
+        found.append(DecodeSchedule(rows=rows, unroll=unroll, split=split, block_m=m, x_ahead=ahead, by_chunk=by_chunk))
     return found
 
 
 def short(s: DecodeSchedule | PrefillSchedule) -> str:
     if isinstance(s, DecodeSchedule):
-        return f"rows{s.rows} lanes{s.lanes} b{s.block_m} unroll{s.unroll} split{s.split}"
+        return f"rows{s.rows} lanes{s.lanes} b{s.block_m} unroll{s.unroll} split{s.split} ahead{int(s.x_ahead)} chunk{int(s.by_chunk)}"
     return f"rows{s.rows} b{s.block_m} lanes{s.lanes} warps_m{s.warps_m} unroll{s.unroll}"
 
 
@@ -79,9 +79,15 @@ def interleaved_us(variants: dict[str, list[Callable[[], object]]], rounds: int 
 def copy_tbps() -> float:
     """Bytes read plus written by a device copy, TB/s."""
     a = philox_bell((1 << 20,), 5, torch.float32).cuda().repeat(256)
-    b = torch.empty_like(a)
-    us = interleaved_us({"copy": [lambda: b.copy_(a)] * 3})["copy"]
-    return 2 * a.numel() * 4 / us / 1e6
+    b, times = torch.empty_like(a), []
+    for _ in range(40):  # eager: in a graph the copy would become a copy-engine node
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        b.copy_(a)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return 2 * a.numel() * 4 / sorted(times[10:])[15] / 1e6
 
 
 def weights(n: int, k: int) -> list[torch.Tensor]:

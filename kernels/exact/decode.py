@@ -16,12 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._chains import GROUP, span_sum
 from kernels.exact.order import CHUNK, span_count, span_length
 
 __all__ = ["DecodeSchedule", "PackedWeight", "decode_fma", "decode_schedule", "decode_schedules", "pack_weight"]
-
-GROUP = 8
-_CHUNK_GROUPS = tl.constexpr(CHUNK // GROUP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +44,8 @@ class DecodeSchedule:
     """How the work is cut; any valid value gives the same bits.
 
     rows: rows of W per thread (1, 2, 4, 8); lanes: threads side by side along N in one span (32, 64, 128); block_m: tokens per thread
-    (power of two up to 16); unroll: groups of 8 k in flight per row; split: CTAs that share the 8 spans (1, 2, 4, 8).
+    (power of two up to 16); unroll: groups of 8 k in flight per row (1 to 16); split: CTAs that share the 8 spans (1, 2, 4, 8);
+    x_ahead: load x one group ahead of its use; by_chunk: one CTA takes one chunk of each of its spans, a second kernel adds them.
     """
 
     rows: int = 1
@@ -54,9 +53,11 @@ class DecodeSchedule:
     block_m: int = 1
     unroll: int = 4
     split: int = 1
+    x_ahead: bool = True
+    by_chunk: bool = False
 
     def __post_init__(self) -> None:
-        allowed = {"rows": (1, 2, 4, 8), "lanes": (32, 64, 128), "block_m": (1, 2, 4, 8, 16), "unroll": (1, 2, 4, 8), "split": (1, 2, 4, 8)}
+        allowed = {"rows": (1, 2, 4, 8), "lanes": (32, 64, 128), "block_m": (1, 2, 4, 8, 16), "unroll": (1, 2, 4, 8, 16), "split": (1, 2, 4, 8)}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} is one of {values}; got {self}; take an entry of decode_schedules()")
@@ -89,52 +90,11 @@ def pad_spans(a_RK: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(a_RK.reshape(rows, s, length), (0, -length % GROUP)).reshape(rows, -1)
 
 
-@triton.jit
-def split4(v, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr):
-    """[D0, D1, D2, D3, 4] -> four tensors in ascending order; register moves only."""
-    even, odd = tl.split(tl.reshape(v, (D0, D1, D2, D3, 2, 2)))
-    v0, v2 = tl.split(even)
-    v1, v3 = tl.split(odd)
-    return v0, v1, v2, v3
-
-
-@triton.jit
-def split8(v, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr):
-    """[D0, D1, D2, D3, 8] -> eight tensors in ascending order; register moves only."""
-    even, odd = tl.split(tl.reshape(v, (D0, D1, D2, D3, 4, 2)))
-    v0, v2, v4, v6 = split4(even, D0, D1, D2, D3)
-    v1, v3, v5, v7 = split4(odd, D0, D1, D2, D3)
-    return v0, v1, v2, v3, v4, v5, v6, v7
-
-
-@triton.jit
-def load8(pointers, WIDE: tl.constexpr):
-    """Eight consecutive elements as one 16-byte load (16-bit types) or two (float32); `pointers` [D0, D1, D2, D3, 1]."""
-    if WIDE:
-        four = tl.arange(0, 4)[None, None, None, None, :]
-        return tl.load(pointers + four), tl.load(pointers + (four + 4))
-    else:
-        eight = tl.arange(0, 8)[None, None, None, None, :]
-        return tl.load(pointers + eight), 0
-
-
-@triton.jit
-def unpack8(pair, WIDE: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, D3: tl.constexpr):
-    if WIDE:
-        a0, a1, a2, a3 = split4(pair[0], D0, D1, D2, D3)
-        b0, b1, b2, b3 = split4(pair[1], D0, D1, D2, D3)
-        return a0, a1, a2, a3, b0, b1, b2, b3
-    else:
-        return split8(pair[0], D0, D1, D2, D3)
-
-
-@triton.jit
-def load_groups(pointers, first, stride, last, UNROLL: tl.constexpr, WIDE: tl.constexpr):
-    """UNROLL groups from `first`; a group beyond `last` reads `last` again and is not used."""
-    out = ()
-    for u in tl.static_range(UNROLL):
-        out = out + (load8(pointers + tl.minimum(first + u, last) * stride, WIDE),)
-    return out
+def dividing_unroll(unroll: int, groups: int) -> int:
+    """The largest power of two up to `unroll` that divides the groups of a span (and, being at most 32, of a chunk)."""
+    while groups % unroll:
+        unroll //= 2
+    return unroll
 
 
 @triton.jit
@@ -159,15 +119,15 @@ def span_tree(v, LANES: tl.constexpr, S: tl.constexpr, R: tl.constexpr, B: tl.co
 def decode_kernel(
     x_ptr, w_ptr, out_ptr, M, N, G, GROUPS_PER_ROW,
     B: tl.constexpr, R: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
-    X_WIDE: tl.constexpr, W_WIDE: tl.constexpr,
+    X_WIDE: tl.constexpr, W_WIDE: tl.constexpr, X_AHEAD: tl.constexpr, BY_CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+    CHUNK_GROUPS: tl.constexpr = CHUNK // GROUP,
 ):  # fmt: skip
-    """One CTA: S spans x (R * LANES) rows of W x B tokens. Grid (N blocks, split, M blocks); out is [split, M, N].
+    """One CTA: S spans x (R * LANES) rows of W x B tokens. Grid (N blocks, SPLIT or SPLIT * chunks, M blocks).
 
-    acc = fma(x_k, w_k, acc) in ascending k from +0; at the end of a chunk total = total + (acc + 0), acc = +0. UNROLL divides G and 32.
-    Dimensions stand as [LANES, S, R, B, 8] because Triton hands out threads in that order: lanes along n, warps along spans, rows and
-    tokens in registers; so no value ever moves between threads before the span tree.
+    out is [SPLIT, M, N], parts of the span tree; BY_CHUNK: one chunk of each span, and out is [chunk, span, M, N].
     """
-    part = tl.program_id(1)
+    part = tl.program_id(1) % SPLIT
+    chunk = tl.program_id(1) // SPLIT
     lane = tl.arange(0, LANES)[:, None, None, None, None]
     s = (part * S + tl.arange(0, S))[None, :, None, None, None]
     r = tl.arange(0, R)[None, None, :, None, None]
@@ -176,49 +136,47 @@ def decode_kernel(
     m = tl.minimum(tl.program_id(2) * B + b, M - 1)
     w_pointers = w_ptr + (s.to(tl.int64) * G * N + n) * 8
     x_pointers = x_ptr + (m * GROUPS_PER_ROW + s * G + lane * 0) * 8
-    stride = N * 8
-    acc = tl.zeros((LANES, S, R, B), tl.float32)
-    total = tl.zeros((LANES, S, R, B), tl.float32)
-    w_now = load_groups(w_pointers, 0, stride, G - 1, UNROLL, W_WIDE)
-    for g in range(0, G, UNROLL):
-        w_next = load_groups(w_pointers, g + UNROLL, stride, G - 1, UNROLL, W_WIDE)
-        for u in tl.static_range(UNROLL):
-            w8 = unpack8(w_now[u], W_WIDE, LANES, S, R, 1)
-            x8 = unpack8(load8(x_pointers + (g + u) * 8, X_WIDE), X_WIDE, LANES, S, 1, B)
-            for j in tl.static_range(8):
-                x = tl.broadcast_to(x8[j].to(tl.float32), (LANES, S, R, B))
-                acc = tl.fma(x, tl.broadcast_to(w8[j].to(tl.float32), (LANES, S, R, B)), acc)
-        w_now = w_next
-        done = g + UNROLL
-        if (done % _CHUNK_GROUPS == 0) | (done >= G):
-            total = total + (acc + 0.0)
-            acc = tl.zeros((LANES, S, R, B), tl.float32)
-    y = span_tree(total, LANES, S, R, B)
+    if BY_CHUNK:
+        first = chunk * CHUNK_GROUPS
+        x_pointers += first * 8
+        w_pointers += first.to(tl.int64) * N * 8
+        groups = tl.minimum(G - first, CHUNK_GROUPS)
+    else:
+        groups = G
+    total = span_sum(x_pointers, w_pointers, groups, N * 8, LANES, S, R, B, UNROLL, X_WIDE, W_WIDE, True, X_AHEAD)
     lane3, r3, b3 = tl.arange(0, LANES)[:, None, None], tl.arange(0, R)[None, :, None], tl.arange(0, B)[None, None, :]
     m3 = tl.program_id(2) * B + b3
     n3 = tl.program_id(0) * (R * LANES) + r3 * LANES + lane3
-    tl.store(out_ptr + (part * M + m3).to(tl.int64) * N + n3, y, mask=(m3 < M) & (n3 < N))
+    inside = (m3 < M) & (n3 < N)
+    if BY_CHUNK:
+        row = ((chunk * SPLIT + part) * S + tl.arange(0, S)).to(tl.int64)[None, :, None, None] * M + tl.expand_dims(m3, 1)
+        tl.store(out_ptr + row * N + tl.expand_dims(n3, 1), total, mask=tl.expand_dims(inside, 1))
+    else:
+        y = span_tree(total, LANES, S, R, B)
+        tl.store(out_ptr + (part * M + m3).to(tl.int64) * N + n3, y, mask=inside)
 
 
 @triton.jit
-def parts_kernel(part_ptr, y_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """y = the upper levels of the span tree over PARTS partial trees, each `count` long."""
+def parts_kernel(part_ptr, y_ptr, count, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """part is [ROWS, PARTS, count]: rows (chunks of a span) are added left to right, parts by the (upper levels of the) span tree."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p = tl.arange(0, PARTS)[None, :]
-    v = tl.load(part_ptr + p.to(tl.int64) * count + i[:, None], mask=(i < count)[:, None], other=0.0)
-    y = span_tree(tl.reshape(v, (BLOCK, PARTS, 1, 1)), BLOCK, PARTS, 1, 1)
+    total = tl.zeros((BLOCK, PARTS), tl.float32)
+    for row in tl.static_range(ROWS):
+        total = total + tl.load(part_ptr + (row * PARTS + p).to(tl.int64) * count + i[:, None], mask=(i < count)[:, None], other=0.0)
+    y = span_tree(tl.reshape(total, (BLOCK, PARTS, 1, 1)), BLOCK, PARTS, 1, 1)
     tl.store(y_ptr + i, tl.reshape(y, (BLOCK,)), mask=i < count)
 
 
 def decode_schedules(m: int = 1) -> tuple[DecodeSchedule, ...]:
     """Every schedule that a study should sweep for m tokens."""
     tokens = [b for b in (1, 2, 4, 8, 16) if b == 1 or b < 2 * m]
-    found = []
-    for block_m in tokens[-2:]:
-        for rows, lanes, unroll, split in (
-            (1, 32, 4, 1), (1, 32, 8, 1), (2, 32, 4, 1), (2, 32, 2, 2), (4, 32, 1, 2), (4, 32, 2, 4), (1, 64, 4, 1), (2, 64, 4, 4), (1, 128, 4, 8),
-        ):  # fmt: skip
-            found.append(DecodeSchedule(rows=rows, lanes=lanes, block_m=block_m, unroll=unroll, split=split))
+    shapes = ((1, 32, 8, 1), (1, 32, 4, 2), (2, 32, 4, 1), (2, 32, 2, 2), (4, 32, 1, 4), (1, 64, 4, 1), (2, 64, 4, 4), (1, 128, 4, 8))
+    found = [
+        DecodeSchedule(rows=rows, lanes=lanes, block_m=block_m, unroll=unroll, split=split, x_ahead=ahead, by_chunk=by_chunk)
+        for block_m in tokens[-2:]
+        for (rows, lanes, unroll, split), ahead, by_chunk in zip(shapes, (True, False) * 4, (False, False, True, True) * 2, strict=True)
+    ]
     return tuple(found)
 
 
@@ -238,18 +196,18 @@ def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedul
     schedule = schedule or decode_schedule(m, n, k)
     spans, groups = weight.data.shape[:2]
     split = min(schedule.split, spans)
-    unroll = schedule.unroll
-    while groups % unroll or (CHUNK // GROUP) % unroll:
-        unroll //= 2
-    out = torch.empty((split, m, n), dtype=torch.float32, device=x_MK.device)
-    grid = (triton.cdiv(n, schedule.block_n), split, triton.cdiv(m, schedule.block_m))
+    chunks = triton.cdiv(groups, CHUNK // GROUP) if schedule.by_chunk else 1
+    parts = spans if schedule.by_chunk else split
+    out = torch.empty((chunks * parts, m, n), dtype=torch.float32, device=x_MK.device)
+    grid = (triton.cdiv(n, schedule.block_n), split * chunks, triton.cdiv(m, schedule.block_m))
     decode_kernel[grid](
         pad_spans(x_MK), weight.data, out, m, n, groups, spans * groups, B=schedule.block_m, R=schedule.rows, S=spans // split,
-        LANES=schedule.lanes, UNROLL=unroll, X_WIDE=x_MK.dtype == torch.float32, W_WIDE=weight.dtype == torch.float32,
+        LANES=schedule.lanes, UNROLL=dividing_unroll(schedule.unroll, groups), X_WIDE=x_MK.dtype == torch.float32,
+        W_WIDE=weight.dtype == torch.float32, X_AHEAD=schedule.x_ahead, BY_CHUNK=schedule.by_chunk, SPLIT=split,
         num_warps=schedule.num_warps(spans), enable_fp_fusion=False,
     )  # fmt: skip
-    if split == 1:
+    if chunks * parts == 1:
         return out[0]
     y_MN = torch.empty((m, n), dtype=torch.float32, device=x_MK.device)
-    parts_kernel[(triton.cdiv(m * n, 256),)](out, y_MN, m * n, PARTS=split, BLOCK=256, num_warps=4, enable_fp_fusion=False)
+    parts_kernel[(triton.cdiv(m * n, 32),)](out, y_MN, m * n, ROWS=chunks, PARTS=parts, BLOCK=32, num_warps=1, enable_fp_fusion=False)
     return y_MN

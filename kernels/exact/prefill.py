@@ -16,12 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact.decode import PackedWeight, load8, load_groups, pad_spans, unpack8
-from kernels.exact.order import CHUNK
+from kernels.exact._chains import span_sum
+from kernels.exact.decode import PackedWeight, dividing_unroll, pad_spans
 
 __all__ = ["PrefillSchedule", "prefill_fma", "prefill_schedule", "prefill_schedules"]
-
-_CHUNK_GROUPS = tl.constexpr(CHUNK // 8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class PrefillSchedule:
     """How the work is cut; any valid value gives the same bits.
 
     rows: rows of W per thread (1, 2, 4, 8); block_m: tokens per thread (1, 2, 4, 8, 16); lanes: threads along N (32, 64, 128);
-    warps_m: groups of lanes along M (1, 2, 4, 8); unroll: groups of 8 k in flight (1, 2); group_m: blocks of tokens that share an L2 pass.
+    warps_m: groups of lanes along M (1, 2, 4, 8); unroll: groups of 8 k in flight (1, 2, 4); group_m: blocks of tokens that share an L2 pass.
     """
 
     rows: int = 4
@@ -40,7 +38,7 @@ class PrefillSchedule:
     group_m: int = 8
 
     def __post_init__(self) -> None:
-        allowed = {"rows": (1, 2, 4, 8), "block_m": (1, 2, 4, 8, 16), "lanes": (32, 64, 128), "warps_m": (1, 2, 4, 8), "unroll": (1, 2), "group_m": (1, 2, 4, 8, 16)}
+        allowed = {"rows": (1, 2, 4, 8), "block_m": (1, 2, 4, 8, 16), "lanes": (32, 64, 128), "warps_m": (1, 2, 4, 8), "unroll": (1, 2, 4), "group_m": (1, 2, 4, 8, 16)}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} is one of {values}; got {self}; take an entry of prefill_schedules()")
@@ -50,31 +48,6 @@ class PrefillSchedule:
     @property
     def num_warps(self) -> int:
         return self.warps_m * self.lanes // 32
-
-
-@triton.jit
-def span_sum(
-    x_pointers, w_pointers, G, stride,
-    LANES: tl.constexpr, W: tl.constexpr, R: tl.constexpr, B: tl.constexpr, UNROLL: tl.constexpr, X_WIDE: tl.constexpr, W_WIDE: tl.constexpr,
-):  # fmt: skip
-    """[LANES, W, R, B]: chunks of one span, each an FMA chain from +0 finished by + 0, added left to right."""
-    acc = tl.zeros((LANES, W, R, B), tl.float32)
-    total = tl.zeros((LANES, W, R, B), tl.float32)
-    w_now = load_groups(w_pointers, 0, stride, G - 1, UNROLL, W_WIDE)
-    for g in range(0, G, UNROLL):
-        w_next = load_groups(w_pointers, g + UNROLL, stride, G - 1, UNROLL, W_WIDE)
-        for u in tl.static_range(UNROLL):
-            w8 = unpack8(w_now[u], W_WIDE, LANES, W, R, 1)
-            x8 = unpack8(load8(x_pointers + (g + u) * 8, X_WIDE), X_WIDE, LANES, W, 1, B)
-            for j in tl.static_range(8):
-                x = tl.broadcast_to(x8[j].to(tl.float32), (LANES, W, R, B))
-                acc = tl.fma(x, tl.broadcast_to(w8[j].to(tl.float32), (LANES, W, R, B)), acc)
-        w_now = w_next
-        done = g + UNROLL
-        if (done % _CHUNK_GROUPS == 0) | (done >= G):
-            total = total + (acc + 0.0)
-            acc = tl.zeros((LANES, W, R, B), tl.float32)
-    return total
 
 
 @triton.jit(do_not_specialize=["M", "N", "G", "GROUPS_PER_ROW"])
@@ -103,7 +76,7 @@ def prefill_kernel(
     slot = tl.cast(M, tl.int64) * N
     for s in range(S):
         first = tl.cast(s, tl.int64) * G * 8
-        v = span_sum(x_pointers + first, w_pointers + first * N, G, N * 8, LANES, W, R, B, UNROLL, X_WIDE, W_WIDE)
+        v = span_sum(x_pointers + first, w_pointers + first * N, G, N * 8, LANES, W, R, B, UNROLL, X_WIDE, W_WIDE, False, False)
         tl.debug_barrier()
         if s % 2 == 1:
             v = tl.load(scratch_ptr + place, mask=keep, other=0.0) + v
@@ -144,7 +117,7 @@ def prefill_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: PrefillSched
     grid = (blocks_m * triton.cdiv(n, schedule.rows * schedule.lanes),)
     prefill_kernel[grid](
         pad_spans(x_MK), weight.data, y_MN, scratch, m, n, groups, spans * groups, S=spans, LANES=schedule.lanes, W=schedule.warps_m,
-        R=schedule.rows, B=schedule.block_m, UNROLL=schedule.unroll if groups % schedule.unroll == 0 else 1, GROUP_M=schedule.group_m,
+        R=schedule.rows, B=schedule.block_m, UNROLL=dividing_unroll(schedule.unroll, groups), GROUP_M=schedule.group_m,
         X_WIDE=x_MK.dtype == torch.float32, W_WIDE=weight.dtype == torch.float32, num_warps=schedule.num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return y_MN
