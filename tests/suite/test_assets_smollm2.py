@@ -198,7 +198,10 @@ def test_another_tokenizer_model_is_refused():
 
 def tiny_gguf(*, tensor_type=0, dims=(4,), offset=0, values=16, metadata=()):
     """A hand-made GGUF: one tensor and a few metadata pairs."""
-    string = lambda text: struct.pack("<Q", len(text)) + text  # noqa: E731
+
+    def string(text):
+        return struct.pack("<Q", len(text)) + text
+
     head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1 + len(metadata)) + string(b"general.architecture") + struct.pack("<I", 8) + string(b"llama")
     head += b"".join(string(key) + payload for key, payload in metadata)
     head += string(b"w") + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, tensor_type, offset)
