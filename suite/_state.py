@@ -21,8 +21,8 @@ from typing import Any
 
 ABSENT = "absent"  # the library that owns the setting was not imported
 
-# Written by torch at its first use of CUDA, always with the same value: no cell set it.
-_SET_AT_FIRST_USE = {"CUDA_MODULE_LOADING": "LAZY"}
+# Variables that torch itself adds at the first use of CUDA or of its compiler: where to cache, how to load. No number depends on them.
+_SET_AT_FIRST_USE = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 _TORCH: dict[str, Callable[[Any], Any]] = {
     "torch matmul precision": lambda t: t.get_float32_matmul_precision(),
@@ -81,8 +81,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
             old = _TORCH_FRESH.get(name, new)
         if name.startswith("cuda ") and old == ABSENT:
             old = 0 if name.endswith("allocated bytes") else new
-        variable = name.removeprefix("environment variable ")
-        if old == ABSENT and variable in _SET_AT_FIRST_USE and new == _digest(_SET_AT_FIRST_USE[variable].encode()):
+        if old == ABSENT and name.removeprefix("environment variable ") in _SET_AT_FIRST_USE:
             continue
         if old != new:
             found.append(name)

@@ -125,8 +125,9 @@ def commit(root: Path) -> tuple[str, bool]:
     if head is None:
         return (told[1] if told else "unknown"), True  # a checkout that git cannot read vouches for nothing
     status = _output([*git, "status", "--porcelain", "--untracked-files=all", "--", *FIRST_PARTY_PATHS])
-    changed = [line for line in (status or "?").splitlines() if not any(c in line for c in _CACHES)]
-    return head.strip(), status is None or bool(changed)
+    if status is None:
+        return head.strip(), True
+    return head.strip(), any(not any(c in line for c in _CACHES) for line in status.splitlines())
 
 
 # ---------------------------------------------------------------- looking

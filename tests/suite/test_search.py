@@ -19,8 +19,6 @@ from suite.cell import Cell
 from suite.identity import ROOT, reached_modules
 from suite.search import Choice, Float, Int, Search, SearchError, SearchRun, replay
 
-
-
 FLAGS = {
     "random": {},
     "grid": {},
