@@ -1,22 +1,28 @@
 """Claims: sentences with a target, judged on the rows of a snapshot.
 
-    verdicts = judge_all(study, view)           # one Judged per claim, Holm over the study
+    view = make_view(tracker.rows(study.name), plan_points, code_digests, plan_cells)
+    judged = judge_all(study, view)             # one Judged per claim, Holm over the study
     view.rows(where={"impl": "fma"}, device="H200")
 
 A claim's `test` sees a View: for each point and device model the newest OK row with today's code
-digest, else the newest older one, marked stale. It returns a Finding (a value with its interval), or
+digest, else the newest older one, marked stale; where a point was measured on several device models,
+only those of the claim's reference device. It returns a Finding (a value with its interval), or
 None where no run exists. The verdict is decided here, in one place, never by the study.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from suite.bundle import load_arrays, load_record
 from suite.measure import weakest
+
+CONFIDENCE = 0.95  # of a claim alone, and of a study's claims together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +152,179 @@ class Judged:
     run_ids: tuple[str, ...] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "others": list(self.others), "run_ids": list(self.run_ids)}
+        """JSON has no infinities: such a number is null, and `note` says what it was."""
+        numbers = {k: v if v is None or math.isfinite(v) else None for k in ("value", "low", "high") for v in [getattr(self, k)]}
+        return {**self.__dict__, **numbers, "others": list(self.others), "run_ids": list(self.run_ids)}
 
 
 def kind_of(rows: Sequence[Row]) -> str:
     return weakest([r.kind for r in rows]) if rows else "measured"
+
+
+# ---------------------------------------------------------------------------------------------- the view
+
+
+def make_view(rows: Iterable[Row], plan_points: Mapping[str, str], code_digests: Mapping[str, str], plan_cells: Sequence = ()) -> View:
+    """The rows that count: of each (point, device model) one OK row, the newest with today's code, else the newest, marked stale.
+
+    plan_points: point -> plan state. code_digests: measure module -> today's digest; a module that is not in it is gone,
+    and its rows are stale. Rows come out in the plan's order, those of no planned point last. Rows of PAUSED and failed
+    attempts are left out: a missing point is for the claim to count.
+    """
+    chosen: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        if row.status != "OK":
+            continue
+        row = replace(row, stale=code_digests.get(row.measure.partition(":")[0]) != row.code)
+        rival = chosen.get((row.point, row.device))
+        if rival is None or _rank(row) > _rank(rival):
+            chosen[row.point, row.device] = row
+    order = {point: i for i, point in enumerate(plan_points)}
+    used = sorted(chosen.values(), key=lambda r: (order.get(r.point, len(order)), r.device, r.point))
+    study = plan_cells[0].study if plan_cells else used[0].study if used else ""
+    return View(study=study, rows_=tuple(used), planned=dict(plan_points), plan_cells=tuple(plan_cells))
+
+
+def _rank(row: Row) -> tuple:
+    return not row.stale, row.started_at, row.bundle_id  # the id makes the choice independent of the order of ingest
+
+
+def _for_reference(view: View, device: str) -> View:
+    """Without rows of other device models at points that the reference device has answered too."""
+    if not device:
+        return view
+    answered = {r.point for r in view.rows_ if device in r.device}
+    return replace(view, rows_=tuple(r for r in view.rows_ if device in r.device or r.point not in answered))
+
+
+# ---------------------------------------------------------------------------------------------- the verdicts
+
+
+def judge_all(study: Any, view: View, reference_device: str | None = None) -> list[Judged]:
+    """One Judged per claim of `study` (its `name` and `claims` are read), in the study's order.
+
+    reference_device: judge every claim that has a reference device on this one instead (a part of the model's name).
+    Holm runs over the claims whose finding has an interval of some width; exact counts are judged as they are.
+    """
+    claims = [c if reference_device is None or not c.device else replace(c, device=reference_device) for c in study.claims]
+    findings = [_finding(c, view) for c in claims]
+    levels = _levels(claims, findings)
+    return [_judged(study.name, c, f, view, level) for c, f, level in zip(claims, findings, levels, strict=True)]
+
+
+def _finding(claim: Claim, view: View) -> Finding | None:
+    """What the claim's test found, or None where no row of the reference device is behind it."""
+    finding = claim.test(_for_reference(view, claim.device))
+    if finding is not None and not any(claim.device in r.device for r in finding.rows):
+        return None
+    return finding
+
+
+def _goal(claim: Claim) -> float | None:
+    return claim.bar if claim.target is None else claim.target
+
+
+def _has_width(finding: Finding | None) -> bool:
+    return finding is not None and not finding.low == finding.value == finding.high and not _is_nan(finding)
+
+
+def _is_nan(finding: Finding) -> bool:
+    return any(math.isnan(x) for x in (finding.low, finding.value, finding.high))
+
+
+def _levels(claims: Sequence[Claim], findings: Sequence[Finding | None]) -> list[float | None]:
+    """The confidence at which each claim is judged; None for what takes no part in the family."""
+    from suite.stats import holm_confidences
+
+    family = [i for i, (c, f) in enumerate(zip(claims, findings, strict=True)) if _has_width(f) and _goal(c) is not None]
+    levels: list[float | None] = [None] * len(claims)
+    if family:
+        adjusted = holm_confidences([_p_value(claims[i], findings[i]) for i in family], CONFIDENCE)
+        for i, level in zip(family, adjusted, strict=True):
+            levels[i] = float(level)
+    return levels
+
+
+def _p_value(claim: Claim, finding: Finding) -> float:
+    """The finding's own, or that of its intervals; 1 where it gives neither, which no family rejects."""
+    from suite.stats import p_by_inversion
+
+    if finding.p_value is not None:
+        return finding.p_value
+    if finding.interval_at is None:
+        return 1.0
+    return p_by_inversion(lambda confidence: _interval(finding, confidence), _goal(claim))
+
+
+def _interval(finding: Finding, confidence: float | None = None):
+    """The finding as an Interval, at another level if one is given; infinite bounds become the largest float."""
+    from suite.stats import Interval
+
+    low, high = (finding.low, finding.high) if confidence is None else finding.interval_at(confidence)
+    low, value, high = (max(-sys.float_info.max, min(sys.float_info.max, x)) for x in (low, finding.value, high))
+    return Interval(low=min(low, value), value=value, high=max(high, value), n=max(finding.n, 1))
+
+
+def _verdict(claim: Claim, finding: Finding | None, level: float | None) -> tuple[str, str]:
+    """The verdict and, where something but the interval decided, why."""
+    from suite.stats import Verdict, judge
+
+    if finding is None:
+        return Verdict.NOT_MEASURED_HERE.value, ""
+    if _goal(claim) is None:
+        return Verdict.UNDECIDED.value, "it has neither target nor bar"
+    if _is_nan(finding):
+        return Verdict.UNDECIDED.value, "its value or interval is not a number"
+    if finding.n < claim.smallest_n:
+        return Verdict.UNDECIDED.value, f"n = {finding.n}, and it needs {claim.smallest_n}"
+    alone = judge(_interval(finding), _goal(claim), claim.direction, claim.margin)
+    verdict, why = alone, ""
+    if level is not None:
+        verdict, why = _in_family(claim, finding, level, alone)
+    if finding.missing and verdict in (Verdict.EXCEEDED, Verdict.REPRODUCED):
+        verdict, why = Verdict.UNDECIDED, f"{finding.missing} planned points have no OK run"
+    return verdict.value, why
+
+
+def _in_family(claim: Claim, finding: Finding, level: float, alone):
+    """The verdict at the level that Holm leaves the claim, and a word where that changes it."""
+    from suite.stats import Verdict, judge
+
+    if finding.interval_at is not None:
+        at = _interval(finding, level)
+        verdict = judge(at, _goal(claim), claim.direction, claim.margin)
+        return verdict, "" if verdict is alone else f"among the study's claims it is judged at {level:.2%}: [{at.low:.4g}, {at.high:.4g}]"
+    if finding.p_value is None:
+        return Verdict.UNDECIDED, "its test gives neither interval_at nor p_value, so it cannot be judged among the study's claims"
+    if finding.p_value > 1 - level:
+        return Verdict.UNDECIDED, f"among the study's claims its p = {finding.p_value:.2g} is not below {1 - level:.2g}"
+    return (Verdict.REPRODUCED if alone is Verdict.EXCEEDED else alone), ""  # the margin was not tested at this level
+
+
+def _judged(study: str, claim: Claim, finding: Finding | None, view: View, level: float | None) -> Judged:
+    verdict, why = _verdict(claim, finding, level)
+    fixed = {"study": study, "id": claim.id, "statement": claim.statement, "target": claim.target, "bar": claim.bar, "unit": claim.unit,
+             "command": claim.command, "verdict": verdict}
+    if finding is None:
+        found = claim.test(view)  # rows of other devices alone are no measurement of this claim, but they are named
+        others = tuple(sorted({r.device for r in found.rows})) if found is not None else ()
+        return Judged(**fixed, bar_met=None, value=None, low=None, high=None, n=0, kind="measured", machine="", commit="", stale=False, others=others)
+    rows = list({r.run_id: r for r in finding.rows}.values())
+    odd = "" if all(map(math.isfinite, (finding.value, finding.low, finding.high))) else f"value {finding.value} [{finding.low}, {finding.high}]"
+    points, devices = {r.point for r in rows}, {r.device for r in rows}
+    return Judged(
+        **fixed, bar_met=_bar_met(claim, finding.value), value=finding.value, low=finding.low, high=finding.high, n=finding.n, kind=kind_of(rows),
+        machine=", ".join(sorted(devices)), commit=", ".join(sorted({_commit(r) for r in rows})), stale=any(r.stale for r in rows),
+        others=tuple(sorted({r.device for r in view.rows_ if r.point in points} - devices)), note="; ".join(x for x in (finding.note, why, odd) if x),
+        run_ids=tuple(r.run_id for r in rows),
+    )  # fmt: skip
+
+
+def _bar_met(claim: Claim, value: float) -> bool | None:
+    if claim.bar is None:
+        return None
+    return value >= claim.bar if claim.direction == "higher" else value <= claim.bar
+
+
+def _commit(row: Row) -> str:
+    return f"{row.commit}-dirty" if row.dirty else row.commit
