@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,20 @@ class Row:
     stale: bool = False
 
     def arrays(self) -> dict:
+        """The bundle's arrays. Raises ValueError where its payload is not at hand."""
+        self._at_hand("arrays.npz")
         return load_arrays(self.path)
 
     def record(self, name: str) -> Any:
+        """A JSON value of the bundle. Raises ValueError where its payload is not at hand."""
+        self._at_hand(f"{name}.json")
         return load_record(self.path, name)
+
+    def _at_hand(self, name: str) -> None:
+        if name not in self.files:
+            raise ValueError(f"a bundle's payload is one of {sorted(self.files)}, got {name!r} of {self.label!r}")
+        if not (self.path / name).is_file():
+            raise ValueError(f"{name!r} of {self.label!r} is not in the bundle store and too large for MLflow; `suite ingest` the bundle {self.bundle_id[:12]} here")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +197,8 @@ def make_view(rows: Iterable[Row], plan_points: Mapping[str, str], code_digests:
 
 
 def _rank(row: Row) -> tuple:
-    return not row.stale, row.started_at, row.bundle_id  # the id makes the choice independent of the order of ingest
+    moment = datetime.fromisoformat(row.started_at)
+    return not row.stale, moment if moment.tzinfo else moment.replace(tzinfo=UTC), row.bundle_id  # the id makes the choice independent of the order of ingest
 
 
 def _for_reference(view: View, device: str) -> View:
@@ -207,17 +219,24 @@ def judge_all(study: Any, view: View, reference_device: str | None = None) -> li
     Holm runs over the claims whose finding has an interval of some width; exact counts are judged as they are.
     """
     claims = [c if reference_device is None or not c.device else replace(c, device=reference_device) for c in study.claims]
-    findings = [_finding(c, view) for c in claims]
-    levels = _levels(claims, findings)
-    return [_judged(study.name, c, f, view, level) for c, f, level in zip(claims, findings, levels, strict=True)]
+    found = [_find(c, view) for c in claims]
+    levels = _levels(claims, [finding for finding, _ in found])
+    return [_judged(study.name, c, finding, others, level) for c, (finding, others), level in zip(claims, found, levels, strict=True)]
 
 
-def _finding(claim: Claim, view: View) -> Finding | None:
-    """What the claim's test found, or None where no row of the reference device is behind it."""
+def _find(claim: Claim, view: View) -> tuple[Finding | None, tuple[str, ...]]:
+    """What the claim's test found, and the other device models with rows for it.
+
+    None where no row of the reference device is behind it: what other devices did is no measurement of this claim.
+    """
     finding = claim.test(_for_reference(view, claim.device))
-    if finding is not None and not any(claim.device in r.device for r in finding.rows):
-        return None
-    return finding
+    if finding is None:
+        return None, ()
+    used = {r.device for r in finding.rows}
+    if not any(claim.device in name for name in used):
+        return None, tuple(sorted(used))
+    points = {r.point for r in finding.rows}
+    return finding, tuple(sorted({r.device for r in view.rows_ if r.point in points} - used))
 
 
 def _goal(claim: Claim) -> float | None:
@@ -301,21 +320,18 @@ def _in_family(claim: Claim, finding: Finding, level: float, alone):
     return (Verdict.REPRODUCED if alone is Verdict.EXCEEDED else alone), ""  # the margin was not tested at this level
 
 
-def _judged(study: str, claim: Claim, finding: Finding | None, view: View, level: float | None) -> Judged:
+def _judged(study: str, claim: Claim, finding: Finding | None, others: tuple[str, ...], level: float | None) -> Judged:
     verdict, why = _verdict(claim, finding, level)
     fixed = {"study": study, "id": claim.id, "statement": claim.statement, "target": claim.target, "bar": claim.bar, "unit": claim.unit,
-             "command": claim.command, "verdict": verdict}
+             "command": claim.command, "verdict": verdict, "others": others}
     if finding is None:
-        found = claim.test(view)  # rows of other devices alone are no measurement of this claim, but they are named
-        others = tuple(sorted({r.device for r in found.rows})) if found is not None else ()
-        return Judged(**fixed, bar_met=None, value=None, low=None, high=None, n=0, kind="measured", machine="", commit="", stale=False, others=others)
+        return Judged(**fixed, bar_met=None, value=None, low=None, high=None, n=0, kind="", machine="", commit="", stale=False)
     rows = list({r.run_id: r for r in finding.rows}.values())
     odd = "" if all(map(math.isfinite, (finding.value, finding.low, finding.high))) else f"value {finding.value} [{finding.low}, {finding.high}]"
-    points, devices = {r.point for r in rows}, {r.device for r in rows}
     return Judged(
         **fixed, bar_met=_bar_met(claim, finding.value), value=finding.value, low=finding.low, high=finding.high, n=finding.n, kind=kind_of(rows),
-        machine=", ".join(sorted(devices)), commit=", ".join(sorted({_commit(r) for r in rows})), stale=any(r.stale for r in rows),
-        others=tuple(sorted({r.device for r in view.rows_ if r.point in points} - devices)), note="; ".join(x for x in (finding.note, why, odd) if x),
+        machine=", ".join(sorted({r.device for r in rows})), commit=", ".join(sorted({_commit(r) for r in rows})), stale=any(r.stale for r in rows),
+        note="; ".join(x for x in (finding.note, why, odd) if x),
         run_ids=tuple(r.run_id for r in rows),
     )  # fmt: skip
 

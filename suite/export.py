@@ -17,7 +17,7 @@ from typing import Any
 
 from suite.claims import Row
 
-FIELDS = ("study", "label", "status", "kind", "device", "machine", "seed", "replicate", "started_at", "commit", "dirty", "stale", "origin", "measure", "point", "key", "code", "bundle_id", "run_id")
+FIELDS = ("study", "label", "status", "kind", "device", "machine", "seed", "replicate", "started_at", "commit", "dirty", "origin", "measure", "point", "key", "code", "bundle_id", "run_id")
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # text that a spreadsheet would run
 
 
@@ -31,14 +31,12 @@ def export_csv(rows: Sequence[Row], out: Path) -> None:
         writer = csv.writer(f)
         writer.writerow([*FIELDS, *(f"{group}.{n}" for group, ns in names.items() for n in ns)])
         for row in rows:
-            values = [getattr(row, name) for name in FIELDS] + [get(row).get(n) for group, get in groups.items() for n in names[group]]
-            writer.writerow([_field(v) for v in values])
+            fields = [_field(getattr(row, name)) for name in FIELDS]
+            writer.writerow(fields + [_field(get(row)[n]) if n in get(row) else "" for group, get in groups.items() for n in names[group]])
     os.replace(temp, out)
 
 
 def _field(value: Any) -> str:
-    if value is None:
-        return ""
     if isinstance(value, str):  # bundles may be strangers'
         return f"'{value}" if value.startswith(_FORMULA) else value
     return repr(value) if isinstance(value, float) else json.dumps(value, sort_keys=True, ensure_ascii=False)

@@ -30,13 +30,13 @@ TOKENS = (1, 2, 4, 8, 16)
 def sweep(m: int) -> list[DecodeSchedule]:
     """Schedules worth timing for m tokens."""
     found = []
-    for rows, unroll, split, by_chunk, ahead in itertools.product((1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 4), (False, True), (True, False)):
+    for rows, unroll, split, by_chunk, ahead in itertools.product((1, 2, 4), (2, 4, 8, 16), (1, 2, 4), (False, True), (True, False)):
         in_flight = rows * unroll
-        if rows * m > 32 or unroll * m > 32 or not (8 if m <= 2 else 4 if m <= 8 else 2) <= in_flight <= 16 or (split > 2 and m <= 2):
+        if rows * m > 32 or unroll * m > 32 or not (8 if m <= 2 else 4) <= in_flight <= 16 or (split > 2 and m <= 2):
             continue
-        if split == 4 and not by_chunk or (m >= 4 and rows == 1 and by_chunk) or (m == 16 and not by_chunk and rows > 1):
+        if (split > 1 and not by_chunk) or (m >= 4 and rows == 1):
             continue
-        found.append(DecodeSchedule(rows=rows, unroll=unroll, split=split, block_m=m, x_ahead=ahead, by_chunk=by_chunk))
+        found.append(DecodeSchedule(rows=rows, unroll=unroll, split=split, block_m=m, x_ahead=ahead, by_chunk=by_chunk, overlap=by_chunk))
     return found
 
 

@@ -30,10 +30,10 @@ class PrefillSchedule:
     warps_m: groups of lanes along M (1, 2, 4, 8); unroll: groups of 8 k in flight (1, 2, 4); group_m: blocks of tokens that share an L2 pass.
     """
 
-    rows: int = 4
+    rows: int = 8
     block_m: int = 8
     lanes: int = 32
-    warps_m: int = 8
+    warps_m: int = 4
     unroll: int = 1
     group_m: int = 8
 
