@@ -8,6 +8,7 @@ bit with the CPU oracle. It tunes nothing by itself: defaults are written by han
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -16,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.exact.decode import DecodeSchedule, pack_weight
+from kernels.exact.decode import DecodeSchedule, PackedWeight, decode_schedule, pack_weight
 from kernels.exact.linear import linear_fma, linear_fma_ref
 from kernels.exact.philox import philox_bell
 from kernels.exact.prefill import PrefillSchedule, prefill_schedules
@@ -107,6 +108,10 @@ def decode_table(results: dict[str, float], tokens: tuple[int, ...]) -> None:
                 "bf16": [lambda w=w, xb=x.bfloat16(): torch.nn.functional.linear(xb, w) for w in w_list],
                 "default": [lambda p=p: linear_fma(x, p) for p in packed],
             }
+            usual = decode_schedule(m, n, k)
+            if usual.overlap:
+                plain = dataclasses.replace(usual, overlap=False)
+                variants["default, no overlap"] = [lambda p=p: linear_fma(x, p, schedule=plain) for p in packed]
             for schedule in sweep(m):
                 y = linear_fma(x, packed[0], schedule=schedule)
                 if not torch.equal(y, want):
@@ -115,7 +120,26 @@ def decode_table(results: dict[str, float], tokens: tuple[int, ...]) -> None:
                 variants[short(schedule)] = [lambda p=p, s=schedule: linear_fma(x, p, schedule=s) for p in packed]
             for name, us in interleaved_us(variants).items():
                 results[f"decode {n}x{k} M={m} {name}"] = us
+            replay_check(x, packed)
             torch.cuda.empty_cache()
+
+
+def replay_check(x: torch.Tensor, packed: list[PackedWeight]) -> None:
+    """Back-to-back replays write every element of poisoned outputs, with the bits of separate launches."""
+    want = []
+    for p in packed:
+        want.append(linear_fma(x, p))
+        torch.cuda.synchronize()
+    graph, outputs = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for p in packed:
+            outputs.append(linear_fma(x, p))
+    for _ in range(20):
+        for y in outputs:
+            y.fill_(float("nan"))
+        graph.replay()
+        if not all(torch.equal(y, w) for y, w in zip(outputs, want, strict=True)):
+            print("WRONG BITS in replay", tuple(x.shape), packed[0].shape)
 
 
 def prefill_table(results: dict[str, float]) -> None:
@@ -154,7 +178,7 @@ def show(results: dict[str, float], copy: float) -> None:
             best = sorted((value, name) for name, value in us.items() if name.startswith("rows"))[:3]
             share = (2 * n * k + 4 * m * (n + k)) / us["default"] / 1e6 / copy
             print(f"{n}x{k} M={m:2d} default {us['default']:.2f} us = {share:.2f} of copy, {us['layercast'] / us['default']:.2f}x layercast "
-                  f"({us['layercast']:.1f}), bf16 {us['bf16']:.2f} | " + "; ".join(f"{v:.2f} {name}" for v, name in best))  # fmt: skip
+                  f"({us['layercast']:.1f}), bf16 {us['bf16']:.2f}, no overlap {us.get('default, no overlap', 0):.2f} | " + "; ".join(f"{v:.2f} {name}" for v, name in best))  # fmt: skip
     for key, us in results.items():
         if key.startswith("prefill"):
             m, n, k = (int(v) for v in key.split()[1].split("x"))

@@ -179,7 +179,7 @@ def decode_schedules(m: int = 1) -> tuple[DecodeSchedule, ...]:
     tokens = [b for b in (1, 2, 4, 8, 16) if b == 1 or b < 2 * m]
     shapes = ((1, 32, 8, 1), (1, 32, 4, 2), (2, 32, 4, 1), (2, 32, 2, 2), (4, 32, 1, 4), (1, 64, 4, 1), (2, 64, 4, 4), (1, 128, 4, 8))
     found = [
-        DecodeSchedule(rows=rows, lanes=lanes, block_m=block_m, unroll=unroll, split=split, x_ahead=ahead, by_chunk=by_chunk)
+        DecodeSchedule(rows=rows, lanes=lanes, block_m=block_m, unroll=unroll, split=split, x_ahead=ahead, by_chunk=by_chunk, overlap=by_chunk and ahead)
         for block_m in tokens[-2:]
         for (rows, lanes, unroll, split), ahead, by_chunk in zip(shapes, (True, False) * 4, (False, False, True, True) * 2, strict=True)
     ]
