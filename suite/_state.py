@@ -22,6 +22,7 @@ from typing import Any
 ABSENT = "absent"  # the library that owns the setting was not imported
 
 # Variables that torch itself adds at the first use of CUDA or of its compiler: where to cache, how to load. No number depends on them.
+# TRITON_PTXAS_PATH, which the compiler adds too, is not among them: it picks another assembler for the next cell's kernels.
 _SET_AT_FIRST_USE = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 _TORCH: dict[str, Callable[[Any], Any]] = {
@@ -107,9 +108,11 @@ def _torch_state(torch: Any) -> dict[str, Any]:
         return {}
     state = {name: _read(torch, getter) for name, getter in _TORCH.items()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        gc.collect()
+        devices = range(torch.cuda.device_count())
         torch._C._cuda_clearCublasWorkspaces()  # held by torch after any matmul; nothing that a cell left
-        for i in range(torch.cuda.device_count()):
+        if any(torch.cuda.memory_allocated(i) for i in devices):
+            gc.collect()  # cycles are no leftovers; only where it matters, for it takes 0.2 s in a large process
+        for i in devices:
             state[f"cuda {i} allocated bytes"] = torch.cuda.memory_allocated(i)
             state[f"cuda {i} random state"] = _digest(torch.cuda.get_rng_state(i).numpy().tobytes())
     return state

@@ -4,7 +4,7 @@
     refusal(cell.needs, machine)        # None, or one sentence why the cell cannot run here
     environment("cuda")                 # the allow-list that goes into bundles
 
-Standard library only; torch is never imported: versions come from package metadata, GPUs from
+Standard library only; torch is never imported: versions come from package files, GPUs from
 nvidia-smi, the CPU from /proc/cpuinfo. An environment holds no host or user name, path, uuid or dump.
 It measures nothing: clocks and temperatures beside a timing belong to suite.telemetry.
 """
@@ -72,7 +72,7 @@ def this_machine() -> Machine:
     """The machine at hand, looked at once a process."""
     gpus, driver = _gpus()
     return Machine(cpu_model=_cpu_model(_cpuinfo()), cores=len(os.sched_getaffinity(0)), memory_gib=_memory_gib(), gpus=gpus, driver=driver,
-                   python=platform.python_version(), torch=_version("torch"), triton=_version("triton"), numpy=_version("numpy"), os=_os_name())
+                   python=platform.python_version(), torch=_torch_version(), triton=_version("triton"), numpy=_version("numpy"), os=_os_name())
 
 
 def environment(device: str, machine: Machine | None = None) -> dict[str, Any]:
@@ -147,6 +147,14 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def _torch_version() -> str:
+    """With the build it is of ("2.11.0+cu130"): some wheels say that in torch/version.py only. Read, not imported."""
+    spec = importlib.util.find_spec("torch")
+    file = Path(spec.origin).parent / "version.py" if spec and spec.origin else None
+    found = re.search(r"^__version__ = ['\"]([\w.+-]+)['\"]", file.read_text(), re.MULTILINE) if file and file.is_file() else None
+    return found[1] if found else _version("torch")
 
 
 def _cpuinfo(path: str = "/proc/cpuinfo") -> dict[str, str]:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,17 @@ def test_this_machine_is_looked_at_without_torch_and_agrees_with_it():
     assert lines[0] == "[]" and lines[1] == lines[2]
     here = this_machine()
     assert here is this_machine() and here.cores >= 1 and here.memory_gib > 0 and here.python == platform.python_version() and here.numpy == importlib.metadata.version("numpy")
+
+
+def test_torch_s_build_is_read_from_its_own_file_and_else_from_metadata(tmp_path, monkeypatch):
+    (tmp_path / "version.py").write_text("import x\n__version__ = '2.11.0+cu130'\ncuda = '13.0'\n")
+    monkeypatch.setattr(machines.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert machines._torch_version() == "2.11.0+cu130"
+    (tmp_path / "version.py").unlink()
+    assert machines._torch_version() == importlib.metadata.version("torch")
+    monkeypatch.setattr(machines.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(machines, "_version", lambda name: "")
+    assert machines._torch_version() == ""
 
 
 # ---------------------------------------------------------------- CPU, GPUs, system
