@@ -14,6 +14,8 @@ import unicodedata
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from suite.measure import KINDS, weakest
+
 __all__ = [
     "KINDS", "NOT_MEASURED_HERE", "Interval", "Missing", "cell_text", "clean", "interval", "missing", "number",
     "quantity", "require_kind", "short_digest", "stated", "weakest_kind",
@@ -22,8 +24,6 @@ __all__ = [
 THIN_SPACE, NARROW_NBSP, MINUS, DASH = "\u2009", "\u202f", "\u2212", "\u2014"
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
-# Strongest first. A number derived from several takes the weakest.
-KINDS = ("measured", "replayed", "interpreted", "emulated", "simulated", "extrapolated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ def weakest_kind(kinds: "list[str] | tuple[str, ...]") -> str:
     """The kind of a number derived from several others."""
     if not kinds:
         raise ValueError(f"a derived number has at least one input, got {kinds=}; pass the kinds of its inputs")
-    return max((require_kind(kind) for kind in kinds), key=KINDS.index)
+    return weakest([require_kind(kind) for kind in kinds])
 
 
 def _decimals(x: float, digits: int) -> int:

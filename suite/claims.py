@@ -100,7 +100,7 @@ class View:
 class Finding:
     """A claim's value with its 95% interval, and the rows behind it.
 
-    `interval_at(confidence)` gives the interval again at another level (Holm). Exact counts (every
+    `interval_at(confidence)` gives the interval again at another level (Holm), (-inf, inf) where there is none. Exact counts (every
     element compared) have low == value == high. `missing` counts planned points without an OK row.
     """
 

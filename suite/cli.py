@@ -117,7 +117,7 @@ def report_command(args) -> int:
     from reports.build import write
     from reports.study import study_report
     from suite.claims import judge_all
-    from suite.commands.store import ledger_plan, print_judged
+    from suite.commands.store import ledger_plan
     from suite.session import Session
 
     session = Session.here()
@@ -127,7 +127,6 @@ def report_command(args) -> int:
     report = study_report(study, view, judged, plan.counts(), session.conditions().commit[:12])
     out = Path(args.out) if args.out else session.state_dir / "reports" / study.name
     html, pdf = write(report, out)
-    print_judged(study, judged)
     print(f"HTML   {html}")
     print(f"PDF    {pdf}")
     print(f"store  {session.store_name()}")

@@ -54,7 +54,7 @@ def build(venv: Path, torch: str, triton: str, stamp: str) -> None:
     shutil.rmtree(venv, ignore_errors=True)
     print(f"setting up {venv.name}: {torch}, then the rest (a few minutes, once)", flush=True)
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, torch], check=True)
     has_triton = subprocess.run([str(venv / "bin" / "python"), "-c", "import triton"], capture_output=True, check=False).returncode == 0
     if not has_triton:

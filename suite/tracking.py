@@ -314,8 +314,9 @@ def _speaking(uri: str) -> Iterator[None]:
 def _line(uri: str, error: Exception) -> str:
     text = " ".join(str(error).split())
     text = re.sub(r"\(Background on this error.*?\)|\[SQL:.*?\]|\[parameters:.*", "", text).strip()
-    where = re.sub(r"//[^/@]*@", "//***@", uri)
-    return f"the tracking store {where} did not take it: {text[:300] or type(error).__name__}"
+    cause = re.search(r"Max retries exceeded.*?(\[Errno -?\d+\] [^'\")]+)", text)  # requests wraps it four times
+    text = cause[1] if cause else text[:300] or type(error).__name__
+    return re.sub(r"//[^/@\s]*@", "//***@", f"the tracking store {uri} did not take it: {text}")
 
 
 def _artifacts(bundle: Bundle) -> list[Path]:

@@ -127,14 +127,14 @@ def three_archs(view: View) -> Finding | None:
 RUN_GPU = "make study-determinism PRESET=gpu"
 CLAIMS = (
     Claim(id="bitwise_cpu_h200", statement="Every fma operator of the manifest has the CPU oracle's bits, on the CPU and on the H200, at every batch, tile and thread count.",
-          target=1.0, bar=1.0, margin=0.0, unit="of results", test=bitwise_cpu_h200, command="make study-determinism", source="ours"),
-    Claim(id="bitwise_three_archs", statement="Linear layers give equal bits on Ampere, Ada and Hopper.", target=1.0, bar=None, margin=0.0, unit="of results", device="",
+          target=1.0, bar=1.0, margin=0.0, unit="share", test=bitwise_cpu_h200, command="make study-determinism", source="ours"),
+    Claim(id="bitwise_three_archs", statement="Linear layers give equal bits on Ampere, Ada and Hopper.", target=1.0, bar=None, margin=0.0, unit="share", device="",
           test=three_archs, command="suite ingest BUNDLES-OF-OTHER-CARDS", source="the paper's abstract"),
     Claim(id="decode_vs_layercast", statement="Decode at M = 1 is faster than LayerCast as its authors run it (weights upcast in memory at each call).", target=5.0, bar=5.0, unit="x", smallest_n=5,
           test=decode_vs_layercast, command=RUN_GPU, source="ours; floor 10 bytes a weight against 2"),
     Claim(id="decode_vs_fp32_stored", statement="Decode at M = 1 is faster than SGEMM on weights stored in fp32.", target=1.9, bar=1.9, unit="x", smallest_n=5,
           test=decode_vs_fp32_stored, command=RUN_GPU, source="ours; floor 4 bytes a weight against 2"),
-    Claim(id="decode_bandwidth", statement="Decode at M = 1, 14336x4096, reads weights at this share of the copy bandwidth.", target=0.80, bar=0.80, unit="of copy", smallest_n=5,
+    Claim(id="decode_bandwidth", statement="Decode at M = 1, 14336x4096, reads weights at this share of the copy bandwidth.", target=0.80, bar=0.80, unit="share", smallest_n=5,
           test=decode_bandwidth, command=RUN_GPU, source="ours"),
     Claim(id="decode_vs_bf16", statement="Decode at M <= 8 keeps up with cuBLAS in bf16.", target=0.95, bar=0.95, unit="x", smallest_n=5, test=decode_vs_bf16, command=RUN_GPU, source="ours"),
     Claim(id="prefill_fma_vs_sgemm", statement="Prefill at 4096^3 keeps up with fp32 SGEMM.", target=1.0, bar=0.9, unit="x", smallest_n=5, test=prefill_fma_vs_sgemm, command=RUN_GPU,
