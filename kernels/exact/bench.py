@@ -8,7 +8,6 @@ bit with the CPU oracle. It tunes nothing by itself: defaults are written by han
 """
 
 import argparse
-import dataclasses
 import itertools
 import json
 import subprocess
@@ -17,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.exact.decode import DecodeSchedule, PackedWeight, decode_schedule, pack_weight
+from kernels.exact.decode import DecodeSchedule, PackedWeight, pack_weight
 from kernels.exact.linear import linear_fma, linear_fma_ref
 from kernels.exact.philox import philox_bell
 from kernels.exact.prefill import PrefillSchedule, prefill_schedules
@@ -37,7 +36,7 @@ def sweep(m: int) -> list[DecodeSchedule]:
             continue
         if (split > 1 and not by_chunk) or (m >= 4 and rows == 1):
             continue
-        found.append(DecodeSchedule(rows=rows, unroll=unroll, split=split, block_m=m, x_ahead=ahead, by_chunk=by_chunk, overlap=by_chunk))
+        found.append(DecodeSchedule(rows=rows, unroll=unroll, split=split, block_m=m, x_ahead=ahead, by_chunk=by_chunk))
     return found
 
 
@@ -108,10 +107,6 @@ def decode_table(results: dict[str, float], tokens: tuple[int, ...]) -> None:
                 "bf16": [lambda w=w, xb=x.bfloat16(): torch.nn.functional.linear(xb, w) for w in w_list],
                 "default": [lambda p=p: linear_fma(x, p) for p in packed],
             }
-            usual = decode_schedule(m, n, k)
-            if usual.overlap:
-                plain = dataclasses.replace(usual, overlap=False)
-                variants["default, no overlap"] = [lambda p=p: linear_fma(x, p, schedule=plain) for p in packed]
             for schedule in sweep(m):
                 y = linear_fma(x, packed[0], schedule=schedule)
                 if not torch.equal(y, want):
@@ -178,7 +173,7 @@ def show(results: dict[str, float], copy: float) -> None:
             best = sorted((value, name) for name, value in us.items() if name.startswith("rows"))[:3]
             share = (2 * n * k + 4 * m * (n + k)) / us["default"] / 1e6 / copy
             print(f"{n}x{k} M={m:2d} default {us['default']:.2f} us = {share:.2f} of copy, {us['layercast'] / us['default']:.2f}x layercast "
-                  f"({us['layercast']:.1f}), bf16 {us['bf16']:.2f}, no overlap {us.get('default, no overlap', 0):.2f} | " + "; ".join(f"{v:.2f} {name}" for v, name in best))  # fmt: skip
+                  f"({us['layercast']:.1f}), bf16 {us['bf16']:.2f} | " + "; ".join(f"{v:.2f} {name}" for v, name in best))  # fmt: skip
     for key, us in results.items():
         if key.startswith("prefill"):
             m, n, k = (int(v) for v in key.split()[1].split("x"))

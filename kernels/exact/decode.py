@@ -45,8 +45,7 @@ class DecodeSchedule:
 
     rows: rows of W per thread (1, 2, 4, 8); lanes: threads side by side along N in one span (32, 64, 128); block_m: tokens per thread
     (power of two up to 16); unroll: groups of 8 k in flight per row (1 to 16); split: CTAs that share the 8 spans (1, 2, 4, 8);
-    x_ahead: load x one group ahead of its use; by_chunk: one CTA takes one chunk of each of its spans, a second kernel adds them;
-    overlap: launch that second kernel early (programmatic dependent launch; taken only on sm_90 and later).
+    x_ahead: load x one group ahead of its use; by_chunk: one CTA takes one chunk of each of its spans, a second kernel adds them.
     """
 
     rows: int = 1
@@ -56,7 +55,6 @@ class DecodeSchedule:
     split: int = 1
     x_ahead: bool = True
     by_chunk: bool = False
-    overlap: bool = False
 
     def __post_init__(self) -> None:
         allowed = {"rows": (1, 2, 4, 8), "lanes": (32, 64, 128), "block_m": (1, 2, 4, 8, 16), "unroll": (1, 2, 4, 8, 16), "split": (1, 2, 4, 8)}
@@ -121,15 +119,13 @@ def span_tree(v, LANES: tl.constexpr, S: tl.constexpr, R: tl.constexpr, B: tl.co
 def decode_kernel(
     x_ptr, w_ptr, out_ptr, M, N, G, GROUPS_PER_ROW,
     B: tl.constexpr, R: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
-    X_WIDE: tl.constexpr, W_WIDE: tl.constexpr, X_AHEAD: tl.constexpr, BY_CHUNK: tl.constexpr, SPLIT: tl.constexpr, OVERLAP: tl.constexpr,
+    X_WIDE: tl.constexpr, W_WIDE: tl.constexpr, X_AHEAD: tl.constexpr, BY_CHUNK: tl.constexpr, SPLIT: tl.constexpr,
     CHUNK_GROUPS: tl.constexpr = CHUNK // GROUP,
 ):  # fmt: skip
     """One CTA: S spans x (R * LANES) rows of W x B tokens. Grid (N blocks, SPLIT or SPLIT * chunks, M blocks).
 
     out is [SPLIT, M, N], parts of the span tree; BY_CHUNK: one chunk of each span, and out is [chunk, span, M, N].
     """
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()  # parts_kernel may take its place on the chip now; it waits for our stores
     part = tl.program_id(1) % SPLIT
     chunk = tl.program_id(1) // SPLIT
     lane = tl.arange(0, LANES)[:, None, None, None, None]
@@ -161,13 +157,11 @@ def decode_kernel(
 
 
 @triton.jit
-def parts_kernel(part_ptr, y_ptr, count, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def parts_kernel(part_ptr, y_ptr, count, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """part is [ROWS, PARTS, count]: rows (chunks of a span) are added left to right, parts by the (upper levels of the) span tree."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     p = tl.arange(0, PARTS)[None, :]
     total = tl.zeros((BLOCK, PARTS), tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     for row in tl.static_range(ROWS):
         total = total + tl.load(part_ptr + (row * PARTS + p).to(tl.int64) * count + i[:, None], mask=(i < count)[:, None], other=0.0)
     y = span_tree(tl.reshape(total, (BLOCK, PARTS, 1, 1)), BLOCK, PARTS, 1, 1)
@@ -179,27 +173,27 @@ def decode_schedules(m: int = 1) -> tuple[DecodeSchedule, ...]:
     tokens = [b for b in (1, 2, 4, 8, 16) if b == 1 or b < 2 * m]
     shapes = ((1, 32, 8, 1), (1, 32, 4, 2), (2, 32, 4, 1), (2, 32, 2, 2), (4, 32, 1, 4), (1, 64, 4, 1), (2, 64, 4, 4), (1, 128, 4, 8))
     found = [
-        DecodeSchedule(rows=rows, lanes=lanes, block_m=block_m, unroll=unroll, split=split, x_ahead=ahead, by_chunk=by_chunk, overlap=by_chunk and ahead)
+        DecodeSchedule(rows=rows, lanes=lanes, block_m=block_m, unroll=unroll, split=split, x_ahead=ahead, by_chunk=by_chunk)
         for block_m in tokens[-2:]
         for (rows, lanes, unroll, split), ahead, by_chunk in zip(shapes, (True, False) * 4, (False, False, True, True) * 2, strict=True)
     ]
     return tuple(found)
 
 
-# block_m: rows, unroll, split, x_ahead, by_chunk. From _WIDE_N outputs on, one warp a span fills the chip; below, chunks must be spread too.
+# block_m: rows, unroll, split, x_ahead, by_chunk. From _WIDE_N outputs on, one warp a span fills the chip; below, chunks must be spread too
+# (_NARROW, and _LONG from as many inputs on).
 _WIDE_N = 8192
 _WIDE = {1: (2, 4, 1, True, False), 2: (2, 4, 1, True, False), 4: (2, 2, 1, True, False), 8: (4, 2, 1, False, False), 16: (2, 2, 2, False, True)}
 _NARROW = {1: (1, 16, 1, False, False), 2: (2, 4, 2, True, True), 4: (4, 4, 4, True, True), 8: (2, 4, 2, True, True), 16: (2, 2, 2, False, True)}
+_LONG = {**_NARROW, 4: (4, 2, 4, False, True), 8: (4, 4, 2, False, True)}
 
 
 def decode_schedule(m: int, n: int, k: int) -> DecodeSchedule:
     """The schedule used by default: a function of shape only (measured on an H200, NOTES.md)."""
     block_m = next(b for b in (1, 2, 4, 8, 16) if b >= min(m, 16))
-    if n >= _WIDE_N:
-        rows, unroll, split, x_ahead, by_chunk = _WIDE[block_m]
-    else:
-        rows, unroll, split, x_ahead, by_chunk = _NARROW[block_m]
-    return DecodeSchedule(block_m=block_m, rows=rows, unroll=unroll, split=split, x_ahead=x_ahead, by_chunk=by_chunk, overlap=by_chunk)
+    table = _WIDE if n >= _WIDE_N else _LONG if k >= _WIDE_N else _NARROW
+    rows, unroll, split, x_ahead, by_chunk = table[block_m]
+    return DecodeSchedule(block_m=block_m, rows=rows, unroll=unroll, split=split, x_ahead=x_ahead, by_chunk=by_chunk)
 
 
 def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedule | None = None) -> torch.Tensor:
@@ -214,20 +208,18 @@ def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedul
     split = min(schedule.split, spans)
     chunks = triton.cdiv(groups, CHUNK // GROUP) if schedule.by_chunk else 1
     parts = spans if schedule.by_chunk else split
-    overlap = schedule.overlap and chunks * parts > 1 and x_MK.is_cuda and torch.cuda.get_device_capability(x_MK.device)[0] >= 9
     out = torch.empty((chunks * parts, m, n), dtype=torch.float32, device=x_MK.device)
     grid = (triton.cdiv(n, schedule.block_n), split * chunks, triton.cdiv(m, schedule.block_m))
     decode_kernel[grid](
         pad_spans(x_MK), weight.data, out, m, n, groups, spans * groups, B=schedule.block_m, R=schedule.rows, S=spans // split,
         LANES=schedule.lanes, UNROLL=dividing_unroll(schedule.unroll, groups), X_WIDE=x_MK.dtype == torch.float32,
-        W_WIDE=weight.dtype == torch.float32, X_AHEAD=schedule.x_ahead, BY_CHUNK=schedule.by_chunk, SPLIT=split, OVERLAP=overlap,
+        W_WIDE=weight.dtype == torch.float32, X_AHEAD=schedule.x_ahead, BY_CHUNK=schedule.by_chunk, SPLIT=split,
         num_warps=schedule.num_warps(spans), enable_fp_fusion=False,
     )  # fmt: skip
     if chunks * parts == 1:
         return out[0]
     y_MN = torch.empty((m, n), dtype=torch.float32, device=x_MK.device)
-    launch = {"launch_pdl": True} if overlap else {}
     parts_kernel[(triton.cdiv(m * n, 32),)](
-        out, y_MN, m * n, ROWS=chunks, PARTS=parts, BLOCK=32, OVERLAP=overlap, num_warps=1, enable_fp_fusion=False, **launch
+        out, y_MN, m * n, ROWS=chunks, PARTS=parts, BLOCK=32, num_warps=1, enable_fp_fusion=False
     )
     return y_MN
