@@ -28,6 +28,7 @@ __all__ = ["ArchiveError", "Unpacked", "extract", "pack", "parts_of", "unpack"]
 PART_BYTES = 15 << 20
 MAX_MEMBERS, MAX_BYTES, MAX_DEPTH, MAX_NAME = 200_000, 64 << 30, 12, 1024
 _PART = re.compile(r"(?P<stem>.+?)(?:\.(?P<n>[1-9]\d*))?\.tar\Z")
+_MARK = re.compile(r"part-(?P<n>\d{1,6})-of-(?P<of>\d{1,6})\Z")
 _PIECE = re.compile(r"pieces/(?P<i>\d{1,6})-of-(?P<n>\d{1,6})/(?P<name>.+)\Z")
 _HOME = re.compile(r"bundles/(?P<two>[0-9a-f]{2})/(?P<key>[0-9a-f]{64})/(?P<attempt>[A-Za-z0-9][A-Za-z0-9_\-]{0,99})\Z")
 _STATE = re.compile(r"[0-9a-f]{64}\Z")
@@ -64,11 +65,11 @@ def pack(store: BundleStore, keys: Iterable[str] | None, out: Path, max_part_byt
     if max_part_bytes < 2 * tarfile.RECORDSIZE:
         raise ValueError(f"a part has at least {2 * tarfile.RECORDSIZE} bytes, got {max_part_bytes=}")
     wanted = None if keys is None else frozenset(keys)
-    old, paths = parts_of(out), []
-    for n, members in enumerate(_filled(_groups(store, wanted), max_part_bytes), 1):
-        path = out if n == 1 else out.with_name(f"{out.name.removesuffix('.tar')}.{n}.tar")
-        _write_part(path, members)
-        paths.append(path)
+    parts = list(_filled(_groups(store, wanted), max_part_bytes))
+    paths = [out if n == 1 else out.with_name(f"{out.name.removesuffix('.tar')}.{n}.tar") for n in range(1, len(parts) + 1)]
+    old = [p for p in parts_of(out) if p.is_file()]
+    for n, (path, members) in enumerate(zip(paths, parts, strict=True), 1):
+        _write_part(path, members, f"part-{n}-of-{len(parts)}")
     for path in set(old) - set(paths):
         path.unlink()
     return paths
@@ -111,7 +112,7 @@ def _member(store: BundleStore, path: Path) -> _Member:
 
 
 def _filled(groups: Iterable[list[_Member]], limit: int) -> Iterator[list[_Member]]:
-    room = limit // tarfile.RECORDSIZE * tarfile.RECORDSIZE - 2 * tarfile.BLOCKSIZE
+    room = limit // tarfile.RECORDSIZE * tarfile.RECORDSIZE - 3 * tarfile.BLOCKSIZE  # two end an archive, one is the part's mark
     part, used = [], 0
     for group in groups:
         members = [piece for m in group for piece in _pieces(m, room)]
@@ -136,9 +137,10 @@ def _pieces(m: _Member, room: int) -> list[_Member]:
     return [_Member(name=f"pieces/{i}-of-{n}/{m.name}", source=m.source, start=i * size, length=min(size, m.length - i * size)) for i in range(n)]
 
 
-def _write_part(path: Path, members: list[_Member]) -> None:
+def _write_part(path: Path, members: list[_Member], mark: str) -> None:
     temp = path.with_name(f".{path.name}.tmp")
     with tarfile.open(temp, "w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(tarfile.TarInfo(mark))
         for m in members:
             info = tarfile.TarInfo(m.name)  # owner, time and mode are constants: equal contents, equal bytes
             info.size, info.mode = m.length, 0o644
@@ -213,8 +215,12 @@ def _move(source: Path, target: Path, new: list[Path], kept: list[Path]) -> None
 
 
 def extract(parts: Sequence[Path], folder: Path) -> None:
-    """Unpack the parts of one archive into an empty folder. Raises ArchiveError for anything but bounded plain files."""
+    """Unpack the parts of one archive into an empty folder. Raises ArchiveError for anything but bounded plain files.
+
+    Where it raises, what came before the fault lies in the folder.
+    """
     members = total = 0
+    marks: set[tuple[int, int]] = set()
     pieces: dict[str, tuple[int, int]] = {}  # name -> (next piece, pieces)
     for path in parts:
         with _reading(path), tarfile.open(path, "r:") as tar:
@@ -222,12 +228,17 @@ def extract(parts: Sequence[Path], folder: Path) -> None:
                 members, total = members + 1, total + info.size
                 if members > MAX_MEMBERS or total > MAX_BYTES:
                     raise ArchiveError(path, f"more than {MAX_MEMBERS} members or {MAX_BYTES} bytes")
+                if mark := _MARK.match(info.name):
+                    marks.add((int(mark["n"]), int(mark["of"])))
+                    continue
                 if info.isdir():
                     _safe(path, info.name)
                     continue
                 if not info.isreg() or info.issparse():
                     raise ArchiveError(path, f"{info.name[:200]!r} is no plain file")
                 _extract_one(path, tar.extractfile(info), info.name, folder, pieces)
+    if marks and marks != {(n, max(marks)[1]) for n in range(1, max(marks)[1] + 1)}:
+        raise ArchiveError(parts[0], f"it has {max(marks)[1]} parts, and {sorted(n for n, _ in marks)} are here; put all of them into one folder")
     left = [name for name, (done, n) in pieces.items() if done != n]
     if left:
         raise ArchiveError(parts[0], f"pieces of {left[0][:200]!r} are missing; put all parts of the archive into one folder")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from suite.archive import ArchiveError, extract, parts_of
 from suite.bundle import Bundle, BundleError, BundleStore, origin_of, read_bundle
+from suite.driver import StoreFull
 from suite.identity import sha256_file
 from suite.tracking import Refused, Tracker, encode
 
@@ -38,15 +39,14 @@ def ingest_paths(paths: Iterable[Path], store: BundleStore, tracker: Tracker | N
     """Take in every valid bundle under `paths`. Raises TrackingError where the tracker stops: then all bundles are in the store.
 
     metrics_by_study: the metrics that each known study declares; bundles of other studies are skipped.
-    OSError means that our own store cannot be written.
+    Raises StoreFull where our own store cannot be written.
     """
     taken: dict[str, tuple[Bundle, bool]] = {}
     skipped: list[tuple[Path, str]] = []
     for shown, found in _bundles(paths, skipped):
         bundle = _valid(shown, found, metrics_by_study, skipped)
         if bundle is not None and bundle.id not in taken:
-            _, new = store.adopt(found, ORIGIN)
-            taken[bundle.id] = (_stored(store, bundle), new)
+            taken[bundle.id] = _adopted(store, found, bundle)
     new_ids, known_ids = [], []
     for bundle, new in taken.values():
         if tracker is not None:
@@ -72,11 +72,15 @@ def _valid(shown: Path, found: Path, metrics_by_study: Mapping[str, frozenset[st
     return None
 
 
-def _stored(store: BundleStore, bundle: Bundle) -> Bundle:
-    """The bundle as it lies in our store, so that its origin and payload are read from there."""
+def _adopted(store: BundleStore, found: Path, bundle: Bundle) -> tuple[Bundle, bool]:
+    """The bundle as it lies in our store, so that its origin and payload are read from there, and whether it is new."""
+    try:
+        _, new = store.adopt(found, ORIGIN)
+    except OSError as error:
+        raise StoreFull(f"{error.strerror}: {store.bundles_dir}") from error
     for header in sorted((store.bundles_dir / bundle.key[:2] / bundle.key).glob("*/bundle.json")):
         if sha256_file(header) == bundle.id:
-            return Bundle(id=bundle.id, path=header.parent, data=bundle.data)
+            return Bundle(id=bundle.id, path=header.parent, data=bundle.data), new
     raise AssertionError(f"bundle {bundle.id} was adopted and is not in {store.bundles_dir}")
 
 
@@ -85,8 +89,9 @@ def _bundles(paths: Iterable[Path], skipped: list[tuple[Path, str]]) -> Iterator
     archives: dict[tuple[Path, ...], None] = {}
     count = 0
     for path in map(Path, paths):
-        before, had = count, len(archives)
+        holds_some = False
         for found in _walk(path, skipped):
+            holds_some = True
             if found.suffix == ".tar" and not found.is_dir():
                 archives[tuple(parts_of(found))] = None
                 continue
@@ -95,7 +100,7 @@ def _bundles(paths: Iterable[Path], skipped: list[tuple[Path, str]]) -> Iterator
                 skipped.append((path, f"more than {MAX_BUNDLES} bundles; the rest was left out"))
                 return
             yield found, found
-        if count == before and len(archives) == had and path.is_dir():
+        if not holds_some and path.is_dir():
             skipped.append((path, "it holds no bundle"))
     for parts in archives:
         yield from _from_archive(parts, skipped)
@@ -105,11 +110,10 @@ def _from_archive(parts: tuple[Path, ...], skipped: list[tuple[Path, str]]) -> I
     with tempfile.TemporaryDirectory(prefix="ingest-") as temp:
         try:
             extract(parts, Path(temp))
-        except ArchiveError as error:
+        except ArchiveError as error:  # bundles that came before the fault vouch for themselves
             skipped.append((error.path, error.reason))
-            return
         found = [p for p in _walk(Path(temp), skipped) if p.is_dir()]
-        if not found:
+        if not found and (not skipped or skipped[-1][0] not in parts):
             skipped.append((parts[0], "it holds no bundle"))
         for folder in found:
             yield parts[0] / folder.relative_to(temp), folder
