@@ -188,8 +188,9 @@ class BundleStore:
         bundle = read_bundle(source)
         home = self.bundles_dir / bundle.key[:2] / bundle.key
         final = home / f"foreign-{bundle.id[:16]}"
-        if final.is_dir() or any(sha256_file(p / "bundle.json") == bundle.id for p in _attempts(home)):
-            return bundle, False
+        known = next((p for p in _attempts(home) if sha256_file(p / "bundle.json") == bundle.id), None)
+        if known is not None:
+            return Bundle(id=bundle.id, path=known, data=bundle.data), False
         home.mkdir(parents=True, exist_ok=True)
         temp = home / f".tmp-{secrets.token_hex(6)}"
         temp.mkdir()
@@ -224,9 +225,9 @@ def read_bundle(path: Path, *, verify_files: bool = True) -> Bundle:
     raw = _read_header(path)
     try:
         data = json.loads(raw)
-    except ValueError as error:
-        raise BundleError(path, f"bundle.json is not JSON ({error})") from error
-    _check_header(path, data)
+        _check_header(path, data)
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise BundleError(path, f"bundle.json is not JSON that holds a bundle ({error})") from error
     for name, entry in data["files"].items():
         _check_file(path, name, entry, verify_files)
     return Bundle(id=sha256_bytes(raw), path=path, data=data)

@@ -123,6 +123,7 @@ class Driver:
         if point not in self.entries:
             self.entries[point], self.states[point], self.reasons[point] = entry, entry.state, entry.reason
             self.progress.total += 1
+            self.progress.cached += entry.state == DONE
         if entry.bundle is not None:
             self.paths[point] = entry.bundle.path
         if self.states[point] == DONE:
@@ -164,7 +165,7 @@ class Driver:
         status = TIMED_OUT if done.status == TIMED_OUT else FAILED
         started = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=done.duration_s)
         try:
-            return self.store.write(draft(done.job, status=status, error=done.message, started=started.isoformat(timespec="seconds"), duration_s=done.duration_s))
+            return self.store.write(draft(done.job, status=status, error=done.message, started=started.isoformat(timespec="microseconds"), duration_s=done.duration_s))
         except OSError as error:
             raise StoreFull(f"{error.strerror or error}: {error.filename or self.store.root}") from error
 

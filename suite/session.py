@@ -74,10 +74,9 @@ class Session:
             bundles, _ = self.store.load_all()
         return make_plan(study.name, preset, study.cells(config), bundles=bundles, machine=self.machine, versions=versions, asset_sha256=_asset_sha256, options=options)
 
-    def entry(self, study: Study, preset: str, cell: Cell, bundles: list[Bundle]) -> Entry:
-        """One cell that joins a running plan (a search asked for it)."""
-        plan = make_plan(study.name, preset, [cell], bundles=bundles, machine=self.machine, versions=versions, asset_sha256=_asset_sha256)
-        return plan.entries[-1]
+    def entries(self, study: Study, cell: Cell, bundles: list[Bundle]) -> tuple[Entry, ...]:
+        """One cell that joins a running plan (a search asked for it), after its inputs."""
+        return make_plan(study.name, "", [cell], bundles=bundles, machine=self.machine, versions=versions, asset_sha256=_asset_sha256).entries
 
     def view(self, study: Study, plan: Plan, tracker) -> View:
         """The rows that claims and exhibits may use: what the tracker holds, chosen by the rule of suite.claims."""

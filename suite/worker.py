@@ -49,7 +49,7 @@ def main() -> None:
 def serve(job: Job, device: str, allowed: set[str]) -> dict:
     """Run one job and store its bundle; returns the reply."""
     _redirect_output(job.log_path)
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
     allowed.update(job.modules)
     if job.needs["ranks"] > 1:
         outcome, leftovers = _run_ranks(job, device), []

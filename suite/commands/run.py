@@ -81,11 +81,9 @@ def _refuse_shared_timing(plan: planning.Plan, jobs: int) -> None:
 
 def _measure(args, study: Study, session: Session, plan: planning.Plan, feed: Feed, bundles: list[Bundle]) -> RunReport:
     stop_at = time.time() + args.stop_after if args.stop_after else None
-    answers = {b.point: b for b in bundles if b.status == "OK"}
-    sources = sources_for(study.searches(load_config(study, plan.preset)), entry_of=lambda cell: session.entry(study, plan.preset, cell, bundles), find=answers.get,
-                          storage_dir=session.state_dir / "searches")
+    sources = sources_for(study.searches(load_config(study, plan.preset)), entries_of=lambda cell: session.entries(study, cell, bundles), storage_dir=session.state_dir / "searches")
     to_run = [e for e in plan.entries if e.state == planning.TO_RUN]
-    gpus = max((e.cell.needs.gpus for e in to_run), default=0)
+    gpus = tuple(g.index for g in session.machine.gpus[: max((e.cell.needs.gpus for e in to_run), default=0)])
     display = Display(status_path=session.state_dir / "status.json", expected_s=expected_s(to_run, bundles), study=study.name)
     with LocalExecutor(gpus=gpus, jobs=args.jobs, wait_s=args.wait) as executor, display:
         return run_plan(plan, executor=executor, store=session.store, conditions=session.conditions(), ingest=feed.ingest if feed.tracker else None,
@@ -106,6 +104,7 @@ class Feed:
     def __init__(self, session: Session, study: Study):
         self.session, self.study = session, study
         self.tracker, self.parent, self.error = None, None, ""
+        self.refused: list[str] = []  # bundles that MLflow cannot hold as they are; the store itself is fine
 
     def open(self, plan: planning.Plan, bundles: list[Bundle]) -> None:
         if not self.session.has_tracker:
@@ -125,7 +124,12 @@ class Feed:
             print(f"suite: tracking is off: {error}; bundles are kept, `suite ingest` takes them in later", file=sys.stderr)
 
     def ingest(self, bundle: Bundle) -> None:
-        self.tracker.ingest(bundle, self.parent, self.study.metric_names(), origin_of(bundle.path))
+        from suite.tracking import Refused
+
+        try:
+            self.tracker.ingest(bundle, self.parent, self.study.metric_names(), origin_of(bundle.path))
+        except Refused as error:
+            self.refused.append(str(error))
 
     def close(self, plan: planning.Plan, report: RunReport) -> None:
         self.error = self.error or report.tracking_error
@@ -143,6 +147,7 @@ class Feed:
 
 
 def _conclude(args, study: Study, session: Session, plan: planning.Plan, report: RunReport, problems: list[str], feed: Feed) -> int:
+    problems = problems + feed.refused
     for problem in problems:
         print(f"suite: skipped: {clean(problem)}", file=sys.stderr)
     failed = [p for p, s in report.states.items() if s in ("FAILED", "TIMED OUT", "BLOCKED")]

@@ -1,6 +1,6 @@
 """Local executor: one warm worker per device of this machine.
 
-    executor = LocalExecutor(gpus=1, jobs=1)
+    executor = LocalExecutor(gpus=(0,), jobs=1)
 
 By default one CPU worker uses all cores; `jobs` splits them. A worker is its own process group; killing
 it kills its compilers and ranks. A worker that died, overran its time or changed global state is
@@ -41,24 +41,25 @@ class _Slot:
     started: float = 0.0
     used: bool = False
     replicate: int = 0
+    gpu_index: str = ""  # as nvidia-smi counts
 
 
 class LocalExecutor:
     """See the module's docstring. Takes the device locks at construction; raises locks.Held."""
 
-    def __init__(self, *, gpus: int = 0, jobs: int = 1, wait_s: float = 0.0, cores: int | None = None):
+    def __init__(self, *, gpus: tuple[int, ...] = (), jobs: int = 1, wait_s: float = 0.0, cores: int | None = None):
         if jobs < 1:
             raise ValueError(f"at least one CPU worker is needed, got jobs={jobs}")
         self._threads = max(1, (cores or os.cpu_count() or 1) // jobs)
         self._selector = selectors.DefaultSelector()
         self._locks = self._take_locks(gpus, wait_s)
         self._slots = [_Slot(name=f"cpu{i}", device="cpu", lock_fd=self._locks[0]) for i in range(jobs)]
-        self._slots += [_Slot(name=f"cuda{i}", device="cuda", lock_fd=fd) for i, fd in enumerate(self._locks[1:])]
+        self._slots += [_Slot(name=f"cuda{i}", device="cuda", lock_fd=fd, gpu_index=str(i)) for i, fd in zip(gpus, self._locks[1:], strict=True)]
 
-    def _take_locks(self, gpus: int, wait_s: float) -> list[int]:
+    def _take_locks(self, gpus: tuple[int, ...], wait_s: float) -> list[int]:
         taken: list[int] = []
         try:
-            for device in ["cpu", *(f"cuda{i}" for i in range(gpus))]:
+            for device in ["cpu", *(f"cuda{i}" for i in gpus)]:
                 taken.append(locks.acquire(locks.lock_dir() / f"{device}.lock", what=f"device {device}", wait_s=wait_s))
         except locks.Held:
             for fd in taken:
@@ -126,7 +127,8 @@ class LocalExecutor:
         read_fd, write_fd = os.pipe()
         env = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(self._threads), "TRITON_DISABLE_LINE_INFO": "1", "PYTHONPATH": str(ROOT)}
         if slot.device == "cuda":
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(s.name.removeprefix("cuda") for s in group)
+            env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which nvidia-smi, and so suite.machine, counts
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(s.gpu_index for s in group)
         command = [sys.executable, "-m", "suite.worker", "--device", slot.device, "--reply-fd", str(write_fd), "--parent", str(os.getpid())]
         slot.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, env=env,
                                         cwd=ROOT, start_new_session=True, pass_fds=(write_fd, *{s.lock_fd for s in group}))

@@ -60,13 +60,11 @@ def test_fma_is_rounded_once_on_random_and_on_tie_breaking_operands() -> None:
 
 
 def test_fma_double_rounding_is_avoided() -> None:
-    """a*b + c lies just above a float32 tie by less than a float64 ulp: without the odd step the result is one ulp low."""
-    a, b, c = torch.tensor(1 + 2.0**-23), torch.tensor(2.0**-24 + 2.0**-47), torch.tensor(1.0)
-    plain = (a.double() * b.double() + c.double()).to(FP32)
-    exact = rounded(Fraction(float(a)) * Fraction(float(b)) + 1)
-    assert float(fma_f32(a, b, c)) == exact
-    tiny = fma_f32(torch.tensor(2.0**-60), torch.tensor(2.0**-60), torch.tensor(1.0) + 0)
-    assert float(tiny) == 1.0 and float(plain) >= 1.0
+    """a*b + c = c + 2^-24 - 2^-54 lies below a float32 tie by a quarter of a float64 ulp: float64 rounds it onto the tie, then up."""
+    a, b, c = torch.tensor(1 + 2.0**-15), torch.tensor((1 - 2.0**-15) * 2.0**-24), torch.tensor(1 + 2.0**-23)
+    assert float((a.double() * b.double() + c.double()).to(FP32)) == 1 + 2.0**-22  # what a plain float64 sum gives
+    assert float(fma_f32(a, b, c)) == 1 + 2.0**-23 == rounded(Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c)))
+    assert float(fma_f32(-a, b, -c)) == -(1 + 2.0**-23)
 
 
 def test_fma_of_infinities_and_nan() -> None:

@@ -43,6 +43,8 @@ def header(path, **changes) -> None:
         (lambda p: (p / "arrays.npz").write_bytes(b"x"), "bytes"),
         (lambda p: (p / "arrays.npz").write_bytes(bytes((p / "arrays.npz").stat().st_size)), "sha256"),
         (lambda p: (p / "ops.json").unlink(), "missing"),
+        (lambda p: (p / "bundle.json").write_text("[" * 100_000), "not JSON"),
+        (lambda p: header(p, metrics={"a": 10**400}), "not JSON that holds"),
         (lambda p: header(p, schema=99), "schema"),
         (lambda p: header(p, status="FINE"), "status"),
         (lambda p: header(p, key="../../x"), "64 hex"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -227,5 +228,22 @@ def test_clean_deletes_failed_attempts_and_keeps_answers(checkout):
 
 def test_a_search_runs_its_budget_and_a_second_run_adds_nothing(checkout):
     checkout.suite("run", "toy", "--preset", "search", check=True)
+    again = checkout.suite("run", "toy", "--preset", "search", check=True)
+    assert len(checkout.bundles(status="OK")) == 6 and "done  6 DONE" in again.stdout
+
+
+def test_a_search_whose_journal_is_lost_takes_its_answers_from_bundles(checkout):
     checkout.suite("run", "toy", "--preset", "search", check=True)
-    assert len(checkout.bundles(status="OK")) == 6
+    shutil.rmtree(checkout.state / "searches")
+    again = checkout.suite("run", "toy", "--preset", "search", check=True)
+    assert len(checkout.bundles(status="OK")) == 6 and "done  6 DONE" in again.stdout
+
+
+def test_a_killed_search_goes_on_and_asks_nothing_twice(checkout):
+    for wait_s in (0.9, 1.2, 1.5):
+        run = checkout.start("run", "toy", "--preset", "search")
+        time.sleep(wait_s)
+        run.kill()
+        run.communicate()
+    checkout.suite("run", "toy", "--preset", "search", check=True)
+    assert_whole(checkout, 6)
