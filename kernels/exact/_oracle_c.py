@@ -25,6 +25,7 @@ __all__ = ["available", "linear", "why"]
 
 SOURCE = r"""
 #include <math.h>
+#include <stdint.h>
 #include <string.h>
 #if defined(__AVX512F__)
   #include <immintrin.h>
@@ -89,9 +90,26 @@ static void run(int mr, const float *x, long ldx, const float *w, long len, floa
   else kernel_1(x, ldx, w, len, out);
 }
 
+/* panel[k][j] = w[n + j][k0 + k] as float32 */
+static void fill_panel(float *panel, const void *w, int bf16, long K, long n, long k0, long width, long len) {
+  for (long k1 = 0; k1 < len; k1 += 16) { /* 16 k at a time: the lines written stay in the first cache */
+    long stop = len - k1 < 16 ? len : k1 + 16;
+    for (long j = 0; j < width; ++j) {
+      long row = (n + j) * K + k0;
+      if (bf16)
+        for (long k = k1; k < stop; ++k) {
+          uint32_t bits = (uint32_t)((const uint16_t *)w)[row + k] << 16;
+          memcpy(panel + k * TILE + j, &bits, 4);
+        }
+      else
+        for (long k = k1; k < stop; ++k) panel[k * TILE + j] = ((const float *)w)[row + k];
+    }
+  }
+}
+
 /* spans: `starts`/`stops` of all chunks, `first[s]`..`first[s+1]` are the chunks of span s; columns n0..n1 of w_NK, y_MN.
    sums is scratch [spans][M][TILE], panel scratch [256][TILE]. */
-int linear(const float *x, const float *w, float *y, long M, long N, long K, long n0, long n1, const long *starts,
+int linear(const float *x, const void *w, int bf16, float *y, long M, long N, long K, long n0, long n1, const long *starts,
            const long *stops, const long *first, long spans, float *sums, float *panel) {
   if (flushes_subnormals()) return 1;
   float tile[4 * TILE];
@@ -102,8 +120,7 @@ int linear(const float *x, const float *w, float *y, long M, long N, long K, lon
       for (long c = first[s]; c < first[s + 1]; ++c) {
         long k0 = starts[c], len = stops[c] - k0;
         if (width < TILE) memset(panel, 0, sizeof(float) * 256 * TILE);
-        for (long j = 0; j < width; ++j)
-          for (long k = 0; k < len; ++k) panel[k * TILE + j] = w[(n + j) * K + k0 + k];
+        fill_panel(panel, w, bf16, K, n, k0, width, len);
         for (long m = 0; m < M;) {
           int mr = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
           run(mr, x + m * K + k0, K, panel, len, tile);
@@ -159,7 +176,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
             return None, f"cc failed: {getattr(error, 'stderr', None) or error}"
     library = ctypes.CDLL(str(path))
     pointer, integer = ctypes.c_void_p, ctypes.c_long
-    library.linear.argtypes = [pointer] * 3 + [integer] * 5 + [pointer] * 3 + [integer] + [pointer] * 2
+    library.linear.argtypes = [pointer, pointer, ctypes.c_int, pointer] + [integer] * 5 + [pointer] * 3 + [integer] + [pointer] * 2
     return library, ""
 
 
@@ -174,7 +191,7 @@ def why() -> str:
 
 
 def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, chunks: tuple[tuple[tuple[int, int], ...], ...]) -> torch.Tensor:
-    """y_MN in the given chunk order; float32, contiguous CPU operands; columns are shared out over torch's threads."""
+    """y_MN in the given chunk order; contiguous CPU operands, x float32, w float32 or bf16; columns are shared out over torch's threads."""
     library, reason = _load()
     assert library is not None, f"the C engine was asked for but is missing: {reason}"
     (m, k), n = x_MK.shape, w_NK.shape[0]
@@ -191,8 +208,8 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, chunks: tuple[tuple[tuple[int
         sums = torch.empty(len(chunks) * m * tile)
         panel = torch.zeros(256 * tile)
         status = library.linear(
-            x_MK.data_ptr(), w_NK.data_ptr(), y_MN.data_ptr(), m, n, k, n0, min(n0 + share, n), starts.data_ptr(), stops.data_ptr(),
-            first.data_ptr(), len(chunks), sums.data_ptr(), panel.data_ptr(),
+            x_MK.data_ptr(), w_NK.data_ptr(), int(w_NK.dtype == torch.bfloat16), y_MN.data_ptr(), m, n, k, n0, min(n0 + share, n),
+            starts.data_ptr(), stops.data_ptr(), first.data_ptr(), len(chunks), sums.data_ptr(), panel.data_ptr(),
         )
         assert status == 0, "subnormals are flushed on this thread: call torch.set_flush_denormal(False)"
 

@@ -70,7 +70,8 @@ def linear_fma_ref(x_MK: torch.Tensor, w_NK: torch.Tensor, *, engine: str = "aut
     if m * n * k == 0:
         return torch.zeros((m, n), dtype=torch.float32)
     if engine == "c" or (engine == "auto" and _oracle_c.available()):
-        return _oracle_c.linear(x_MK.float().contiguous(), w_NK.float().contiguous(), chunks(k))
+        w_NK = w_NK if w_NK.dtype == torch.bfloat16 else w_NK.float()
+        return _oracle_c.linear(x_MK.float().contiguous(), w_NK.contiguous(), chunks(k))
     return _linear_torch(x_MK, w_NK)
 
 
