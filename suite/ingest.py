@@ -19,7 +19,6 @@ from pathlib import Path
 from suite.archive import ArchiveError, extract, parts_of
 from suite.bundle import Bundle, BundleError, BundleStore, origin_of, read_bundle
 from suite.driver import StoreFull
-from suite.identity import sha256_file
 from suite.tracking import Refused, Tracker, encode
 
 MAX_BUNDLES, MAX_DEPTH = 100_000, 12
@@ -46,7 +45,7 @@ def ingest_paths(paths: Iterable[Path], store: BundleStore, tracker: Tracker | N
     for shown, found in _bundles(paths, skipped):
         bundle = _valid(shown, found, metrics_by_study, skipped)
         if bundle is not None and bundle.id not in taken:
-            taken[bundle.id] = _adopted(store, found, bundle)
+            taken[bundle.id] = _adopted(store, found)
     new_ids, known_ids = [], []
     for bundle, new in taken.values():
         if tracker is not None:
@@ -72,16 +71,12 @@ def _valid(shown: Path, found: Path, metrics_by_study: Mapping[str, frozenset[st
     return None
 
 
-def _adopted(store: BundleStore, found: Path, bundle: Bundle) -> tuple[Bundle, bool]:
-    """The bundle as it lies in our store, so that its origin and payload are read from there, and whether it is new."""
+def _adopted(store: BundleStore, found: Path) -> tuple[Bundle, bool]:
+    """The bundle as it lies in our store, and whether it is new."""
     try:
-        _, new = store.adopt(found, ORIGIN)
+        return store.adopt(found, ORIGIN)
     except OSError as error:
         raise StoreFull(f"{error.strerror}: {store.bundles_dir}") from error
-    for header in sorted((store.bundles_dir / bundle.key[:2] / bundle.key).glob("*/bundle.json")):
-        if sha256_file(header) == bundle.id:
-            return Bundle(id=bundle.id, path=header.parent, data=bundle.data), new
-    raise AssertionError(f"bundle {bundle.id} was adopted and is not in {store.bundles_dir}")
 
 
 def _bundles(paths: Iterable[Path], skipped: list[tuple[Path, str]]) -> Iterator[tuple[Path, Path]]:
