@@ -10,46 +10,45 @@
 approximate instructions or a library's reduction, and nothing falls back to another order.
 """
 
-from kernels.exact.activations import exp, exp_ref, gelu, gelu_ref, silu, silu_ref, swiglu, swiglu_ref
-from kernels.exact.decode import DecodeSchedule, PackedWeight, decode_schedules, pack_weight
-from kernels.exact.digest import canonical_bytes, digest
-from kernels.exact.ieee import fma_f32, nan_canonical
-from kernels.exact.linear import Schedule, linear_fma, linear_fma_ref
-from kernels.exact.norm import rmsnorm, rmsnorm_ref
-from kernels.exact.order import CHUNK, ORDER_VERSION, chunks, spans
-from kernels.exact.philox import philox_bell, philox_integers, philox_ref, philox_uniform
-from kernels.exact.prefill import PrefillSchedule, prefill_schedules
+_EXPORTS = {
+    "CHUNK": "kernels.exact.order",
+    "DecodeSchedule": "kernels.exact.decode",
+    "ORDER_VERSION": "kernels.exact.order",
+    "PackedWeight": "kernels.exact.decode",
+    "PrefillSchedule": "kernels.exact.prefill",
+    "Schedule": "kernels.exact.linear",
+    "canonical_bytes": "kernels.exact.digests",
+    "chunks": "kernels.exact.order",
+    "decode_schedules": "kernels.exact.decode",
+    "digest": "kernels.exact.digests",
+    "exp": "kernels.exact.activations",
+    "exp_ref": "kernels.exact.activations",
+    "fma_f32": "kernels.exact.ieee",
+    "gelu": "kernels.exact.activations",
+    "gelu_ref": "kernels.exact.activations",
+    "linear_fma": "kernels.exact.linear",
+    "linear_fma_ref": "kernels.exact.linear",
+    "nan_canonical": "kernels.exact.ieee",
+    "pack_weight": "kernels.exact.decode",
+    "philox_bell": "kernels.exact.philox",
+    "philox_integers": "kernels.exact.philox",
+    "philox_ref": "kernels.exact.philox",
+    "philox_uniform": "kernels.exact.philox",
+    "prefill_schedules": "kernels.exact.prefill",
+    "rmsnorm": "kernels.exact.norm",
+    "rmsnorm_ref": "kernels.exact.norm",
+    "silu": "kernels.exact.activations",
+    "silu_ref": "kernels.exact.activations",
+    "spans": "kernels.exact.order",
+    "swiglu": "kernels.exact.activations",
+    "swiglu_ref": "kernels.exact.activations",
+}
+__all__ = sorted(_EXPORTS)
 
-__all__ = [
-    "CHUNK",
-    "ORDER_VERSION",
-    "DecodeSchedule",
-    "PackedWeight",
-    "PrefillSchedule",
-    "Schedule",
-    "canonical_bytes",
-    "chunks",
-    "decode_schedules",
-    "digest",
-    "exp",
-    "exp_ref",
-    "fma_f32",
-    "gelu",
-    "gelu_ref",
-    "linear_fma",
-    "linear_fma_ref",
-    "nan_canonical",
-    "pack_weight",
-    "philox_bell",
-    "philox_integers",
-    "philox_ref",
-    "philox_uniform",
-    "prefill_schedules",
-    "rmsnorm",
-    "rmsnorm_ref",
-    "silu",
-    "silu_ref",
-    "spans",
-    "swiglu",
-    "swiglu_ref",
-]
+
+def __getattr__(name: str):
+    import importlib
+
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -196,30 +196,36 @@ def decode_schedule(m: int, n: int, k: int) -> DecodeSchedule:
     return DecodeSchedule(block_m=block_m, rows=rows, unroll=unroll, split=split, x_ahead=x_ahead, by_chunk=by_chunk)
 
 
-def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedule | None = None) -> torch.Tensor:
-    """y_MN float32 in the canonical order; any M (more than block_m tokens take more CTAs, which read W again)."""
+def output_buffer(out: torch.Tensor | None, m: int, n: int, device: torch.device) -> torch.Tensor:
+    """The caller's buffer, checked, or a new one: y_MN float32."""
+    if out is None:
+        return torch.empty((m, n), dtype=torch.float32, device=device)
+    if out.shape != (m, n) or out.dtype != torch.float32 or not out.is_contiguous() or out.device != device:
+        raise ValueError(f"out is a contiguous fp32 tensor {(m, n)} on {device}; got {tuple(out.shape)=} {out.dtype=} {out.device=}; allocate it so")
+    return out
+
+
+def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedule | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """y_MN float32 (in `out` where given) in the canonical order; any M (more than block_m tokens take more CTAs, which read W again)."""
     (m, k), n = x_MK.shape, weight.n
     if k != weight.k:
         raise ValueError(f"x_MK and the packed weight need one K; got {tuple(x_MK.shape)=} {weight.shape=}; pack the right weight")
     if m * n * k == 0:
-        return torch.zeros((m, n), dtype=torch.float32, device=x_MK.device)
+        return output_buffer(out, m, n, x_MK.device).zero_()
     schedule = schedule or decode_schedule(m, n, k)
     spans, groups = weight.data.shape[:2]
     split = min(schedule.split, spans)
     chunks = triton.cdiv(groups, CHUNK // GROUP) if schedule.by_chunk else 1
     parts = spans if schedule.by_chunk else split
-    out = torch.empty((chunks * parts, m, n), dtype=torch.float32, device=x_MK.device)
+    y_MN = output_buffer(out, m, n, x_MK.device)
+    sums = y_MN if chunks * parts == 1 else torch.empty((chunks * parts, m, n), dtype=torch.float32, device=x_MK.device)
     grid = (triton.cdiv(n, schedule.block_n), split * chunks, triton.cdiv(m, schedule.block_m))
     decode_kernel[grid](
-        pad_spans(x_MK), weight.data, out, m, n, groups, spans * groups, B=schedule.block_m, R=schedule.rows, S=spans // split,
+        pad_spans(x_MK), weight.data, sums, m, n, groups, spans * groups, B=schedule.block_m, R=schedule.rows, S=spans // split,
         LANES=schedule.lanes, UNROLL=dividing_unroll(schedule.unroll, groups), X_WIDE=x_MK.dtype == torch.float32,
         W_WIDE=weight.dtype == torch.float32, X_AHEAD=schedule.x_ahead, BY_CHUNK=schedule.by_chunk, SPLIT=split,
         num_warps=schedule.num_warps(spans), enable_fp_fusion=False,
     )  # fmt: skip
-    if chunks * parts == 1:
-        return out[0]
-    y_MN = torch.empty((m, n), dtype=torch.float32, device=x_MK.device)
-    parts_kernel[(triton.cdiv(m * n, 32),)](
-        out, y_MN, m * n, ROWS=chunks, PARTS=parts, BLOCK=32, num_warps=1, enable_fp_fusion=False
-    )
+    if chunks * parts > 1:
+        parts_kernel[(triton.cdiv(m * n, 32),)](sums, y_MN, m * n, ROWS=chunks, PARTS=parts, BLOCK=32, num_warps=1, enable_fp_fusion=False)
     return y_MN

@@ -37,11 +37,11 @@ def check_operands(x_MK: torch.Tensor, w_NK: torch.Tensor) -> None:
         raise ValueError(f"operands are bf16, fp16 or fp32; got {x_MK.dtype=} {w_NK.dtype=}; cast them")
 
 
-def linear_fma(x_MK: torch.Tensor, w: PackedWeight | torch.Tensor, *, schedule: Schedule | None = None) -> torch.Tensor:
+def linear_fma(x_MK: torch.Tensor, w: PackedWeight | torch.Tensor, *, schedule: Schedule | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """On a GPU -> y_MN float32, equal to `linear_fma_ref` bit for bit for every schedule.
 
     w: `pack_weight(w_NK)`, made once; a plain w_NK is packed again at each call. The kernel follows from the number of tokens alone
-    unless `schedule` names one.
+    unless `schedule` names one. `out`, fp32 and contiguous, receives the result.
     """
     if isinstance(w, torch.Tensor):
         check_operands(x_MK, w)
@@ -49,8 +49,8 @@ def linear_fma(x_MK: torch.Tensor, w: PackedWeight | torch.Tensor, *, schedule: 
     if x_MK.ndim != 2 or x_MK.shape[1] != w.k or x_MK.dtype not in DTYPES or w.dtype not in DTYPES:
         raise ValueError(f"need x_MK with K = {w.k}, operands bf16, fp16 or fp32; got {tuple(x_MK.shape)=} {x_MK.dtype=} {w.dtype=}; flatten or cast")
     if isinstance(schedule, PrefillSchedule) or (schedule is None and x_MK.shape[0] > DECODE_TOKENS):
-        return prefill_fma(x_MK, w, schedule)
-    return decode_fma(x_MK, w, schedule)
+        return prefill_fma(x_MK, w, schedule, out)
+    return decode_fma(x_MK, w, schedule, out)
 
 
 def linear_fma_ref(x_MK: torch.Tensor, w_NK: torch.Tensor, *, engine: str = "auto") -> torch.Tensor:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.exact._chains import span_sum
-from kernels.exact.decode import PackedWeight, dividing_unroll, pad_spans
+from kernels.exact.decode import PackedWeight, dividing_unroll, output_buffer, pad_spans
 
 __all__ = ["PrefillSchedule", "prefill_fma", "prefill_schedule", "prefill_schedules"]
 
@@ -102,16 +102,16 @@ def prefill_schedule(m: int, n: int, k: int) -> PrefillSchedule:
     return PrefillSchedule()
 
 
-def prefill_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: PrefillSchedule | None = None) -> torch.Tensor:
-    """y_MN float32 in the canonical order."""
+def prefill_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: PrefillSchedule | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """y_MN float32 (in `out` where given) in the canonical order."""
     (m, k), n = x_MK.shape, weight.n
     if k != weight.k:
         raise ValueError(f"x_MK and the packed weight need one K; got {tuple(x_MK.shape)=} {weight.shape=}; pack the right weight")
     if m * n * k == 0:
-        return torch.zeros((m, n), dtype=torch.float32, device=x_MK.device)
+        return output_buffer(out, m, n, x_MK.device).zero_()
     schedule = schedule or prefill_schedule(m, n, k)
     spans, groups = weight.data.shape[:2]
-    y_MN = torch.empty((m, n), dtype=torch.float32, device=x_MK.device)
+    y_MN = output_buffer(out, m, n, x_MK.device)
     scratch = torch.empty((3, m, n) if spans > 1 else (0,), dtype=torch.float32, device=x_MK.device)
     blocks_m = triton.cdiv(m, schedule.warps_m * schedule.block_m)
     grid = (blocks_m * triton.cdiv(n, schedule.rows * schedule.lanes),)

@@ -14,7 +14,7 @@ import hashlib
 import torch
 
 from kernels.exact.activations import silu_ref, swiglu_ref
-from kernels.exact.digest import digest
+from kernels.exact.digests import digest
 from kernels.exact.linear import linear_fma_ref
 from kernels.exact.norm import rmsnorm_ref
 from studies.determinism.compare import compare

@@ -14,17 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 
-from kernels.exact.decode import pack_weight
+from kernels.exact.decode import PackedWeight, pack_weight
 from kernels.exact.linear import linear_fma, linear_fma_ref
 from kernels.exact.philox import philox_uniform
 from suite.measure import Context, Result
 from suite.timing import ContestResult, Variant, contest, copy_variant, rotations_needed
 
-DECODE_ROWS = 16  # at most this many rows: a decode step
 CHECKED_ROWS = 64  # outputs checked against the CPU oracle: all columns of the first rows, or all rows of the first columns
 BYTES = {"fma": 2, "layercast": 10, "sgemm": 4, "bf16": 2}  # moved per weight at the floor of each variant
 # Relative to |x||w| per output: bf16 outputs round at 2^-9; fp32 sums of K terms in any order err by K * 2^-24.
@@ -64,40 +63,36 @@ def linear(ctx: Context, *, rows: int, n: int, k: int, variants: list[str], roun
                   facts={"throttle": ",".join(result.throttle_reasons) or "none", "sets": str(len(operands.weights_NK))})
 
 
-def prepare(name: str, w_NK: torch.Tensor, rows: int):
+def prepare(name: str, w_NK: torch.Tensor) -> torch.Tensor | PackedWeight:
     """The weight as the variant stores it (outside the timed region: done once, at load)."""
-    if name == "fma":
-        return pack_weight(w_NK) if rows <= DECODE_ROWS else w_NK
-    return w_NK.float() if name == "sgemm" else w_NK
+    return {"fma": pack_weight, "sgemm": torch.Tensor.float}.get(name, lambda w: w)(w_NK)
 
 
-def program(name: str, operands: Operands) -> Callable:
-    """weight -> y: what one call of the variant computes."""
-    x_MK = operands.x_MK
+def program(name: str, x_MK: torch.Tensor) -> Callable:
+    """(weight, out) -> None: what one call of the variant computes. Outputs are buffers: a graph replay writes where it was captured."""
     x32_MK = x_MK.float()
-    return {"fma": lambda w: linear_fma(x_MK, w), "layercast": lambda w: F.linear(x32_MK, w.to(torch.float32)), "sgemm": lambda w: F.linear(x32_MK, w), "bf16": lambda w: F.linear(x_MK, w)}[name]
+    return {
+        "fma": lambda w, out: linear_fma(x32_MK, w, out=out),  # fp32 activations, as LayerCast has them
+        "layercast": lambda w, out: torch.mm(x32_MK, w.to(torch.float32).t(), out=out),
+        "sgemm": lambda w, out: torch.mm(x32_MK, w.t(), out=out),
+        "bf16": lambda w, out: torch.mm(x_MK, w.t(), out=out),
+    }[name]
 
 
 def variant_of(name: str, operands: Operands) -> Variant:
     """One program over its own rotated weights, with its own output buffers and check."""
     rows, n, k = operands.size
-    weights = [prepare(name, w, rows) for w in operands.weights_NK]
-    if name == "sgemm":
-        weights = weights[: max(2, len(weights) // 2 + 1)]  # fp32 weights: half as many sets exceed the L2 as far
-    run, outputs = program(name, operands), [None] * len(weights)
-
-    def call(i: int) -> Callable[[], None]:
-        def once() -> None:
-            outputs[i] = run(weights[i])
-
-        return once
+    sets = len(operands.weights_NK)
+    weights = [prepare(name, w) for w in operands.weights_NK[: max(2, sets // 2 + 1) if name == "sgemm" else sets]]  # fp32: half as many exceed the L2 as far
+    dtype = torch.bfloat16 if name == "bf16" else torch.float32
+    outputs = [torch.empty((rows, n), dtype=dtype, device=operands.x_MK.device) for _ in weights]
+    run = program(name, operands.x_MK)
 
     def poison() -> None:
         for y in outputs:
-            if y is not None:
-                y.fill_(float("nan"))
+            y.fill_(float("nan"))
 
-    return Variant(name=name, calls=tuple(call(i) for i in range(len(weights))), check=lambda: check(name, outputs, operands), poison=poison,
+    return Variant(name=name, calls=tuple(partial(run, w, out) for w, out in zip(weights, outputs, strict=True)), check=lambda: check(name, outputs, operands), poison=poison,
                    bytes_moved=BYTES[name] * n * k + 2 * rows * k + 4 * rows * n, flops=2 * rows * n * k)
 
 

@@ -1,18 +1,24 @@
 """Kernel schedules that the study runs on a GPU, as plain data: planning must not import kernels or torch.
 
-A test holds each to what the kernels accept. Axes: rows of W a thread, lanes along N, tokens a thread,
-unrolling, and how many CTAs share the eight spans (decode); tile and warps (prefill).
+A test holds each to what the kernels accept. Decode axes: rows of W a thread, lanes along N, groups of 8
+k in flight, CTAs that share the eight spans, x read ahead, chunks spread over CTAs. Prefill axes: rows
+of W and tokens a thread, warps along the tokens.
 """
 
 DECODE = (
     {"rows": 1, "lanes": 32, "unroll": 1, "split": 1},
-    {"rows": 2, "lanes": 32, "unroll": 2, "split": 2},
+    {"rows": 2, "lanes": 32, "unroll": 2, "split": 2, "x_ahead": True},
     {"rows": 1, "lanes": 64, "unroll": 4, "split": 4},
-    {"rows": 1, "lanes": 32, "unroll": 4, "split": 8},
-    {"rows": 4, "lanes": 32, "unroll": 2, "split": 1},
-    {"rows": 1, "lanes": 128, "unroll": 2, "split": 2},
+    {"rows": 1, "lanes": 32, "unroll": 4, "split": 8, "by_chunk": True},
+    {"rows": 4, "lanes": 32, "unroll": 2, "split": 1, "x_ahead": True},
+    {"rows": 1, "lanes": 128, "unroll": 2, "split": 2, "by_chunk": True},
 )
-PREFILL = ()
+PREFILL = (
+    {"rows": 1, "block_m": 4, "warps_m": 2},
+    {"rows": 2, "block_m": 8, "warps_m": 8},
+    {"rows": 4, "block_m": 8, "warps_m": 4},
+    {"rows": 8, "block_m": 4, "warps_m": 4, "group_m": 2},
+)
 
 
 def decode_choices() -> list[tuple[int, dict]]:

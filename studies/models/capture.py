@@ -97,6 +97,6 @@ def golden_token_ids(
 
 
 def capture_digest(captured: Mapping[str, torch.Tensor]) -> str:
-    """One sha256 over the names, in order, and each tensor's digest (`kernels.exact.digest`)."""
+    """One sha256 over the names, in order, and each tensor's digest (`kernels.exact.digests`)."""
     lines = "".join(f"{name} {digest(captured[name])}\n" for name in sorted(captured))
     return hashlib.sha256(lines.encode()).hexdigest()

@@ -136,7 +136,7 @@ def test_a_kernel_with_another_order_is_found(context, monkeypatch, broken, sche
 
 
 def test_ragged_operands_are_the_same_bits_everywhere():
-    from kernels.exact.digest import digest
+    from kernels.exact.digests import digest
 
     seen = [digest(op.x_MK) for op in ragged_operators()]
     assert seen == RAGGED_DIGESTS

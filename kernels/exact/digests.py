@@ -1,7 +1,7 @@
 """One sha256 for a tensor's bits, equal across machines.
 
     >>> import torch
-    >>> from kernels.exact.digest import digest
+    >>> from kernels.exact.digests import digest
     >>> digest(torch.zeros(2)) != digest(-torch.zeros(2))          # -0 is kept
     True
 
