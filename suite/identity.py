@@ -189,6 +189,8 @@ def _tokens(node: ast.AST) -> Iterable[str]:
     for name, value in sorted(ast.iter_fields(node)):
         if name == "body" and isinstance(node, _WITH_BODY) and _is_docstring(value):
             value = value[1:]
+        if isinstance(node, ast.JoinedStr) and name == "values":
+            value = _joined(value)
         if value is None or value == [] or name in ("kind", "type_comment", "ctx"):
             continue
         yield name
@@ -198,6 +200,18 @@ def _tokens(node: ast.AST) -> Iterable[str]:
             else:
                 yield repr(item)
     yield "/"
+
+
+def _joined(values: list[ast.expr]) -> list[ast.expr]:
+    """Parts of an f-string with neighbouring texts merged and empty ones dropped: Python versions cut them differently."""
+    out: list[ast.expr] = []
+    for part in values:
+        is_text = isinstance(part, ast.Constant) and isinstance(part.value, str)
+        if is_text and out and isinstance(out[-1], ast.Constant):
+            out[-1] = ast.Constant(out[-1].value + part.value)
+        elif not (is_text and not part.value):
+            out.append(part)
+    return out
 
 
 def _is_docstring(body: list[ast.stmt]) -> bool:
