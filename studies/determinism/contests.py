@@ -1,8 +1,8 @@
 """Timing contests of linear layers on a GPU: all variants of one shape in one process, interleaved.
 
-    linear(ctx, rows=1, n=4096, k=4096, variants=["fma", "layercast", "copy"], rounds=12, launches=16)
+    linear(ctx, rows=1, n=4096, k=4096, variants=["fma", "layercast", "copy"], rounds=12, launches=16, eager=False)
 
-Weights rotate over sets that together exceed three times the L2, each launch of a variant is one CUDA
+Weights rotate over sets that together exceed the L2 many times, each launch of a variant is one CUDA
 graph over its sets, and outputs are poisoned and rechecked between rounds: `fma` bit for bit against
 the CPU oracle, the others against it within the error of their arithmetic. The floors: a decode step
 must read 2 bytes a weight (LayerCast as written moves 10: read 2, write 4, read 4); prefill does 2MNK
@@ -22,9 +22,12 @@ from kernels.exact.decode import PackedWeight, pack_weight
 from kernels.exact.linear import linear_fma, linear_fma_ref
 from kernels.exact.philox import philox_uniform
 from suite.measure import Context, Result
-from suite.timing import ContestResult, Variant, contest, copy_variant, rotations_needed
+from suite.timing import ContestResult, Variant, cache_bytes, contest, copy_variant
 
 BLOCK_ROWS = 512
+# Weights rotate over 8 times the L2, not the 3 that suffice for plain loads: fma loads them evict-first, which lets lines of
+# an earlier set stay, so its share of bandwidth read 0.97 at 4 times the L2.
+ROTATED_CACHES = 8
 CHECKED_ROWS = 64  # outputs checked against the CPU oracle: all columns of the first rows, or all rows of the first columns
 BYTES = {"fma": 2, "layercast": 10, "sgemm": 4, "bf16": 2}  # moved per weight at the floor of each variant
 # Relative to |x||w| per output: bf16 outputs round at 2^-9; fp32 sums of K terms in any order err by K * 2^-24.
@@ -51,16 +54,16 @@ def make_operands(rows: int, n: int, k: int, device: str, seed: int) -> Operands
     corner_x, corner_w = x_MK[:CHECKED_ROWS], w_NK[:CHECKED_ROWS]
     expected = linear_fma_ref(corner_x, corner_w)
     scale = corner_x.float().abs() @ corner_w.float().abs().T
-    sets = rotations_needed(2 * n * k, device=device)
+    sets = -(-ROTATED_CACHES * cache_bytes(device) // (2 * n * k))
     on_device = w_NK.to(device)
     return Operands(x_MK=x_MK.to(device), weights_NK=tuple(on_device.roll(i, dims=1) for i in range(sets)), expected=expected, scale=scale, size=(rows, n, k))
 
 
-def linear(ctx: Context, *, rows: int, n: int, k: int, variants: list[str], rounds: int, launches: int) -> Result:
-    """One contest; times, log ratios to fma, share of the copy bandwidth, and the noise floor."""
+def linear(ctx: Context, *, rows: int, n: int, k: int, variants: list[str], rounds: int, launches: int, eager: bool) -> Result:
+    """One contest; times, log ratios to fma, share of the copy bandwidth, and the noise floor. `eager`: also launched call by call."""
     operands = make_operands(rows, n, k, ctx.device, seed=100 + ctx.seed)
     entered = [copy_of(operands, ctx.device) if v == "copy" else variant_of(v, operands) for v in variants]
-    result = contest(entered, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=1.0, mode="graph", control=variants[0])
+    result = contest(entered, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=1.0, mode="graph", also_eager=eager, control=variants[0])
     return Result(metrics=metrics_of(result, variants, operands), arrays=result.to_arrays(), records={"conditions": result.conditions, "telemetry": result.telemetry},
                   facts={"throttle": ",".join(result.throttle_reasons) or "none", "sets": str(len(operands.weights_NK))})
 
@@ -121,6 +124,7 @@ def metrics_of(result: ContestResult, variants: list[str], operands: Operands) -
     """Times in us, ln ratios to fma, and the share of copy bandwidth at which fma reads weights."""
     _, n, k = operands.size
     out = {f"{v}_us": result.median_s(v) * 1e6 for v in variants if v != "copy"}
+    out |= {f"{v}_eager_us": result.median_s(f"{v} [eager]") * 1e6 for v in variants if v != "copy" and f"{v} [eager]" in result.names}
     out |= {f"log_ratio_{v}": result.log_ratio(v, "fma") for v in variants if v not in ("copy", "fma")}
     out |= {"log_control": result.control_log_ratio, "noise_floor": result.noise_floor}
     if "copy" in variants:

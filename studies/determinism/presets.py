@@ -23,6 +23,7 @@ class Contest:
     variants: tuple[str, ...]
     rounds: int = 12
     launches: int = 16
+    eager: bool = False  # also timed without a graph, as most users run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,6 @@ def cpu() -> Config:
 
 def gpu() -> Config:
     shapes = ((4096, 4096), (14336, 4096))
-    decode = tuple(Contest(rows=m, n=n, k=k, variants=DECODE) for n, k in shapes for m in (1, 2, 4, 8, 16))
+    decode = tuple(Contest(rows=m, n=n, k=k, variants=DECODE, eager=m == 1) for n, k in shapes for m in (1, 2, 4, 8, 16))
     prefill = tuple(Contest(rows=m, n=4096, k=4096, variants=PREFILL, rounds=8, launches=4) for m in (512, 4096))
     return Config(cpu_schedules=CPU_SCHEDULES, gpu_rows=(1, 2, 4, 8, 16, 64), gpu_kernels=True, contests=decode + prefill)

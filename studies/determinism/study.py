@@ -48,7 +48,7 @@ def operators(inputs: dict[str, Cell], impl: str, device: str, schedule: dict) -
 
 
 def contest_cell(c: Contest, replicate: int) -> Cell:
-    params = {"rows": c.rows, "n": c.n, "k": c.k, "variants": list(c.variants), "rounds": c.rounds, "launches": c.launches}
+    params = {"rows": c.rows, "n": c.n, "k": c.k, "variants": list(c.variants), "rounds": c.rounds, "launches": c.launches, "eager": c.eager}
     return Cell(study="determinism", measure=f"{HERE}.contests:linear", params=params, replicate=replicate, label=f"time M={c.rows} {c.n}x{c.k} #{replicate}",
                 needs=Needs(device="cuda", exclusive=True, gpu_memory_gib=16))
 
@@ -67,6 +67,7 @@ METRICS = (
     Metric(name="elements", meaning="elements compared"),
     Metric(name="rows", meaning="rows captured"),
     *(Metric(name=f"{v}_us", unit="us", better="lower", meaning=f"median time of {v}") for v in ("fma", "layercast", "sgemm", "bf16", "copy")),
+    *(Metric(name=f"{v}_eager_us", unit="us", better="lower", meaning=f"median time of {v}, launched call by call") for v in ("fma", "layercast", "sgemm", "bf16")),
     *(Metric(name=f"log_ratio_{v}", meaning=f"ln(time of {v} / time of fma), this process") for v in ("layercast", "sgemm", "bf16")),
     Metric(name="log_bandwidth_share", meaning="ln(weight bytes a second of fma / copy bandwidth), this process"),
     Metric(name="log_control", meaning="ln ratio of a program to itself"),
