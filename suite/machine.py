@@ -123,7 +123,7 @@ def commit(root: Path) -> tuple[str, bool]:
     git = ["git", "--no-optional-locks", "-C", str(root)]
     head = _output([*git, "rev-parse", "HEAD"])
     if head is None:
-        return (told[1] if told else "unknown"), True  # a checkout that git cannot read vouches for nothing
+        return (told[1], told[2] is not None) if told else ("unknown", True)  # git is absent or cannot read: SUITE_COMMIT's word counts
     status = _output([*git, "status", "--porcelain", "--untracked-files=all", "--", *FIRST_PARTY_PATHS])
     if status is None:
         return head.strip(), True

@@ -9,6 +9,7 @@ _EXPORTS = {
     "assets_command": "suite.commands.look",
     "run_command": "suite.commands.run",
     "ingest_command": "suite.commands.store",
+    "publish_command": "suite.commands.publish",
     "claims_command": "suite.commands.store",
     "export_command": "suite.commands.store",
     "ui_command": "suite.commands.store",

@@ -204,10 +204,12 @@ def test_without_git_the_commit_is_what_the_environment_says(told, expected, tmp
     assert commit(tmp_path) == expected
 
 
-def test_a_checkout_that_git_cannot_read_is_dirty(tmp_path, monkeypatch):
+def test_a_checkout_that_git_cannot_read_is_unknown_unless_the_environment_vouches_for_it(tmp_path, monkeypatch):
     (tmp_path / ".git").write_text("gitdir: nowhere\n")
+    monkeypatch.delenv("SUITE_COMMIT", raising=False)
+    assert commit(tmp_path) == ("unknown", True)
     monkeypatch.setenv("SUITE_COMMIT", "b" * 40)
-    assert commit(tmp_path) == ("b" * 40, True)
+    assert commit(tmp_path) == ("b" * 40, False)
 
 
 # ---------------------------------------------------------------- doctor
