@@ -124,7 +124,7 @@ def commit(root: Path) -> tuple[str, bool]:
     head = _output([*git, "rev-parse", "HEAD"])
     if head is None:
         return (told[1], told[2] is not None) if told else ("unknown", True)  # git is absent or cannot read: SUITE_COMMIT's word counts
-    status = _output([*git, "status", "--porcelain", "--untracked-files=all", "--", *FIRST_PARTY_PATHS])
+    status = _output([*git, "status", "--porcelain", "--untracked-files=all", "--", *FIRST_PARTY_PATHS, ":(exclude)reports/published"])
     if status is None:
         return head.strip(), True
     return head.strip(), any(not any(c in line for c in _CACHES) for line in status.splitlines())

@@ -60,9 +60,16 @@ def publish_command(args) -> int:
                 continue
             taken += _copy(bundle)
     print(f"{taken} published under {PUBLISHED.relative_to(identity.ROOT)}, {len(refused)} refused")
-    for label, why in [*refused, *report.skipped]:
-        print(f"  {label}: {why}")
+    for why, labels in _by_reason([*refused, *report.skipped]).items():
+        print(f"  {len(labels)} ({', '.join(map(str, labels[:3]))}{', ...' if len(labels) > 3 else ''}): {why}")
     return cli.EXIT_FAILED if refused or report.skipped else 0
+
+
+def _by_reason(refused: list[tuple]) -> dict[str, list]:
+    out: dict[str, list] = {}
+    for label, why in refused:
+        out.setdefault(why, []).append(label)
+    return out
 
 
 def _copy(bundle: Bundle) -> bool:
