@@ -91,7 +91,7 @@ class _Writer:
                                   rows=rows))
         nodes = [facts | self._table_number()]
         if self.sources:
-            columns = [Column(name=name) for name in ("Figure", "Runs", "Commit", "sha256 of the table behind it")]
+            columns = [Column(name=name) for name in ("Figure", "Runs (first 8 digits)", "Commit", "sha256 of the table behind it")]
             nodes.append(plain_table(Table(caption="Figures of this report", columns=columns, rows=self.sources))
                          | self._table_number())
         return nodes
@@ -104,7 +104,7 @@ class _Writer:
         self.figures += 1
         number = self.figures
         runs = self.first_with.setdefault(block.run_ids, f"the runs of Figure {number}")
-        self.sources.append((f"Figure {number}", ", ".join(block.run_ids) if runs.endswith(f" {number}") else runs,
+        self.sources.append((f"Figure {number}", ", ".join(short_digest(r, 8) for r in block.run_ids) if runs.endswith(f" {number}") else runs,
                              short_digest(block.commit), block.sha256))
         prefixed = _svg.prefix_ids(svg, f"fig{number}-")
         width, height = _svg.size_px(prefixed)

@@ -182,7 +182,7 @@ def claims_plot(ledger: ClaimLedger, *, caption: str, run_ids: Sequence[str], co
         machines.append(row.machine)
     if not readings:
         raise ValueError("a claims plot needs one measured claim with a positive number to reach, got none; leave it out")
-    source = Source(run_ids=tuple(run_ids), commit=commit, kind=weakest_kind(kinds), machine=", ".join(dict.fromkeys(machines)))
+    source = Source(run_ids=tuple(run_ids), commit=commit, kind=weakest_kind(kinds), machine=", ".join(dict.fromkeys(name for joined in machines for name in joined.split(", "))))
     told = "; ".join(f"{r.label} {number(r.interval.value)} ({r.verdict})" for r in readings)
     return dot_interval_plot(caption=caption, alt=f"Share of the bar that each claim reached: {told}.", readings=readings,
                              x_label="share of the bar (1 = bar; further right is better)", source=source, log_x=True, kinds=kinds)

@@ -15,10 +15,11 @@ from suite.exhibit import Column, Curves, Matrix, MatrixCell, Prose, Series, Tab
 from suite.stats import ratio_interval
 
 IMPLEMENTATIONS = (("fma", "fma (ours)", ("cpu", "gpu", "batch")), ("layercast", "LayerCast", ("gpu", "batch")), ("sgemm", "fp32 SGEMM", ()), ("bf16", "bf16 GEMM", ()))
+CPU_FAMILIES = ("Xeon", "EPYC", "Ryzen", "Core", "Threadripper")
 
 
 def exhibits(view: View) -> list:
-    return [*matrix(view), *differences(view), *schedules(view), *decode(view), *prefill(view)]
+    return [*matrix(view), *differences(view), *schedules(view), *decode(view), *eager(view), *prefill(view)]
 
 
 # ---------------------------------------------------------------- the matrix
@@ -46,7 +47,9 @@ def short(row: Row) -> str:
     """A device's name as a column can show it."""
     if row.params.get("device") == "cuda":
         return row.device.replace("NVIDIA ", "")
-    return "this CPU" if row.origin == "here" else "another CPU"
+    if row.origin == "here":
+        return "this CPU"
+    return next((name for name in CPU_FAMILIES if name in row.device), "other")
 
 
 def references(view: View, impl: str, device: str) -> dict[str, dict[str, str]]:
@@ -108,8 +111,12 @@ def schedules(view: View) -> list:
     found = [r for r in view.rows(measure="operators", where={"impl": "fma"}) if r.params["kernel"]]
     if not found:
         return []
-    rows = [(r.label.removeprefix("fma cuda "), short(r), int(r.metrics["operators"]), int(r.metrics["equal_operators"]), int(r.metrics["max_ulp"])) for r in found]
-    return [Table(title="fma under every kernel schedule", columns=[Column(name=n) for n in ("schedule", "device", "operators", "equal", "max ULP")], rows=rows, sources=found)]
+    rows = []
+    for r in sorted(found, key=lambda r: (r.params["kernel"]["kind"], r.params["rows"], r.label)):
+        choices = ", ".join(f"{k} {v}" if not isinstance(v, bool) else k for k, v in r.params["kernel"].items() if k != "kind")
+        rows.append((r.params["kernel"]["kind"], r.params["rows"], choices, short(r), int(r.metrics["operators"]), int(r.metrics["equal_operators"]), int(r.metrics["max_ulp"])))
+    names = ("kernel", "M", "schedule", "device", "operators", "equal", "max ULP")
+    return [Table(title="fma under every kernel schedule", columns=[Column(name=n) for n in names], rows=rows, sources=found)]
 
 
 # ---------------------------------------------------------------- timing
@@ -152,6 +159,21 @@ def decode(view: View) -> list:
     curves = [Series(name=name, x=[p[0] for p in points], y=[p[1] for p in points], low=[p[2] for p in points], high=[p[3] for p in points]) for name, points in series.items()]
     return [Table(title="Decode: y = x W, weights rotated past the L2, CUDA graphs", columns=names, rows=table, sources=used, note="A ratio above 1: fma is faster. Intervals over process starts, Student-t."),
             Curves(title="How much faster than the others, by batch", x_label="tokens M", y_label="time ratio to fma", series=curves, log_x=True, log_y=True, reference=(1.0, "parity"), sources=used)]
+
+
+def eager(view: View) -> list:
+    """The same programs launched call by call: what a user without CUDA graphs sees, launch costs included."""
+    table, used = [], []
+    for where in decode_contests((1,)):
+        rows = [r for r in contest_rows(view, where) if "fma_eager_us" in r.metrics]
+        if rows:
+            used += rows
+            table.append((f"{where['n']}x{where['k']}", *(median_us(rows, f"{v}_eager") for v in ("fma", "layercast", "sgemm", "bf16")), len(rows)))
+    if not table:
+        return []
+    names = (Column(name="shape NxK"), *(Column(name=n, unit="us") for n in ("fma", "LayerCast", "fp32 SGEMM", "bf16")), Column(name="processes"))
+    return [Table(title="Decode at M = 1 without CUDA graphs", columns=names, rows=table, sources=used,
+                  note="Medians over processes. One call on an idle device pays for its launch; the Triton launcher costs fma more than its kernel takes, so use CUDA graphs.")]
 
 
 def prefill(view: View) -> list:
