@@ -18,10 +18,10 @@ from suite.identity import sha256_json
 from suite.study import Study
 
 
-def study_report(study: Study, view: View, judged: Sequence[Judged], plan_counts: Mapping[str, int], commit: str) -> blocks.Report:
-    """The whole report of one study. `plan_counts` is Plan.counts() of the invocation at hand."""
+def study_report(study: Study, view: View, judged: Sequence[Judged], plan_counts: Mapping[str, int], commit: str, soak: Mapping | None = None) -> blocks.Report:
+    """The whole report of one study. `plan_counts` is Plan.counts() of the invocation at hand, `soak` the record of the long tests."""
     shown = study.exhibits(view)
-    parts: list = [blocks.Prose(text=study.summary), key_facts(view, plan_counts)]
+    parts: list = [blocks.Prose(text=study.summary), key_facts(view, plan_counts, soak)]
     first = [e for e in shown if isinstance(e, exhibit.Matrix)]
     parts += [drawn for e in first for drawn in draw(e, commit)]
     parts += ledger(study, judged, commit)
@@ -35,7 +35,7 @@ def snapshot_digest(view: View) -> str:
     return sha256_json(sorted([r.bundle_id for r in view.rows_]))
 
 
-def key_facts(view: View, plan_counts: Mapping[str, int]) -> blocks.KeyFacts:
+def key_facts(view: View, plan_counts: Mapping[str, int], soak: Mapping | None) -> blocks.KeyFacts:
     """The first page at a glance."""
     machines = Counter(r.device for r in view.rows_)
     kinds = Counter(r.kind for r in view.rows_)
@@ -45,8 +45,17 @@ def key_facts(view: View, plan_counts: Mapping[str, int]) -> blocks.KeyFacts:
         blocks.KeyFact(label="Cells planned here", value=str(sum(plan_counts.values())), detail=planned),
         blocks.KeyFact(label="Results shown", value=str(len(view.rows_)), detail=", ".join(f"{n} {k}" for k, n in sorted(kinds.items()))),
         blocks.KeyFact(label="Where from", value=", ".join(f"{n} {o}" for o, n in sorted(origins.items())) or "none"),
+        _soak_fact(soak),
         *(blocks.KeyFact(label="Machine", value=clean(device), detail=f"{n} results") for device, n in sorted(machines.items())),
     ))
+
+
+def _soak_fact(soak: Mapping | None) -> blocks.KeyFact:
+    """How old the harness's last long test is: a reader may weigh the numbers by it."""
+    if soak is None:
+        return blocks.KeyFact(label="Long tests", value="never recorded")
+    outcomes = Counter(t["outcome"] for t in soak["tests"].values())
+    return blocks.KeyFact(label="Long tests", value=", ".join(f"{n} {o}" for o, n in sorted(outcomes.items())), detail=f"{soak['date']}, commit {short_digest(soak['commit'])}")
 
 
 def ledger(study: Study, judged: Sequence[Judged], commit: str) -> list:

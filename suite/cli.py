@@ -127,7 +127,7 @@ def report_command(args) -> int:
     study, plan, tracker = ledger_plan(session, args.study, args.preset)
     view = session.view(study, plan, tracker)
     judged = judge_all(study, view)
-    report = study_report(study, view, judged, plan.counts(), session.conditions().commit[:12])
+    report = study_report(study, view, judged, plan.counts(), session.conditions().commit[:12], session.soak_record())
     out = Path(args.out) if args.out else session.state_dir / "reports" / study.name
     html, pdf = write(report, out)
     print(f"HTML   {html}")

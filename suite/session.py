@@ -96,6 +96,11 @@ class Session:
                 problems.append(str(error))
         return problems
 
+    def soak_record(self) -> dict | None:
+        """What `make soak` last recorded, if it ever did."""
+        path = PUBLISHED / "soak.json"
+        return json.loads(path.read_text()) if path.is_file() else None
+
     def remember_preset(self, study: str, preset: str) -> None:
         (self.state_dir / "last").mkdir(parents=True, exist_ok=True)
         (self.state_dir / "last" / f"{study}.json").write_text(json.dumps({"preset": preset}))
