@@ -82,6 +82,8 @@ def cell(view: View, row: Row | None, impl: str, claims: tuple[str, ...], cpu: s
     if row is None:
         return MatrixCell(state="not_measured", text="", detail="no run")
     reference = oracle_digests(view)[1] if impl == "fma" else references(view, impl, row.device)
+    if not reference:
+        return MatrixCell(state="not_measured", detail="there is nothing to compare with: its reference was not run")
     rows, records = str(row.params["rows"]), row.record("operators")
     equal = sum(reference.get(r["operator"], {}).get(rows) == r["digest"] for r in records)
     text, detail = f"{equal}/{len(records)}", f"{equal} of {len(records)} operators equal, largest distance to the oracle {row.metrics['max_ulp']:.0f} ULP"
