@@ -38,7 +38,7 @@ study-demo: setup ## the determinism study on this CPU: runs, judges, writes HTM
 	@$(EMBEDDED) $(PY) -m suite run determinism --preset cpu; status=$$?; $(EMBEDDED) $(PY) -m suite report determinism --preset cpu && exit $$status
 
 study-%: setup ## run a study (PRESET=..., ARGS="--stop-after 9m" ...), then its report where MLflow is installed
-	@$(PY) -m suite run $* $(PRESET_FLAG) $(ARGS) && if $(PY) -c "import mlflow" 2>/dev/null; then $(PY) -m suite report $* $(PRESET_FLAG); fi
+	@$(PY) -m suite run $* $(PRESET_FLAG) $(ARGS); status=$$?; if [ $$status -ne 2 ] && $(PY) -c "import mlflow" 2>/dev/null; then $(PY) -m suite report $* $(PRESET_FLAG); fi; exit $$status
 
 test: setup ## all tests but the long ones
 	@$(EMBEDDED) $(PY) -m tests

@@ -15,6 +15,7 @@ from reports.format import NOT_MEASURED_HERE, Interval, clean, short_digest
 from suite import exhibit
 from suite.claims import Judged, Row, View, kind_of
 from suite.identity import sha256_json
+from suite.machine import short_model
 from suite.study import Study
 
 
@@ -77,7 +78,11 @@ def claim_row(j: Judged, direction: str) -> blocks.ClaimRow:
     measured = j.value is not None
     return blocks.ClaimRow(study=j.study, id=j.id, statement=j.statement, verdict=j.verdict, command=j.command or f"suite run {j.study}", target=j.target, bar=j.bar,
                            bar_met=j.bar_met, value=j.value, low=j.low, high=j.high, unit=j.unit, n=j.n if measured else None, kind=j.kind if measured else "",
-                           machine=j.machine if measured else "", commit=j.commit[:12] if measured else "", stale=j.stale, direction=direction)
+                           machine=", ".join(map(short_model, j.machine.split(", "))) if measured else "", commit=", ".join(map(_short_commit, j.commit.split(", "))) if measured else "", stale=j.stale, direction=direction)
+
+
+def _short_commit(commit: str) -> str:
+    return commit[:8] + ("-dirty" if commit.endswith("-dirty") else "")
 
 
 # ---------------------------------------------------------------- exhibits

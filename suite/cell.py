@@ -85,8 +85,8 @@ class Cell:
 
     @cached_property
     def point(self) -> str:
-        """sha256 over (study, measure, params, seed, replicate): what is asked."""
-        asked = [self.study, self.measure, dict(self.params), self.seed, self.replicate]
+        """sha256 over (study, measure, params, seed, replicate, points of the inputs): what is asked, and about what."""
+        asked = [self.study, self.measure, dict(self.params), self.seed, self.replicate, {role: c.point for role, c in self.inputs.items()}]
         return sha256_json(asked)
 
     @property

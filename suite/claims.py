@@ -179,7 +179,8 @@ def make_view(rows: Iterable[Row], plan_points: Mapping[str, str], code_digests:
     """The rows that count: of each (point, device model) one OK row, the newest with today's code, else the newest, marked stale.
 
     plan_points: point -> plan state. code_digests: measure module -> today's digest; a module that is not in it is gone,
-    and its rows are stale. Rows come out in the plan's order, those of no planned point last. Rows of PAUSED and failed
+    and its rows are stale. Of rows with one label on one device, those of planned points win: another preset may use the
+    label for another question. Rows come out in the plan's order, those of no planned point last. Rows of PAUSED and failed
     attempts are left out: a missing point is for the claim to count.
     """
     chosen: dict[tuple[str, str], Row] = {}
@@ -191,7 +192,9 @@ def make_view(rows: Iterable[Row], plan_points: Mapping[str, str], code_digests:
         if rival is None or _rank(row) > _rank(rival):
             chosen[row.point, row.device] = row
     order = {point: i for i, point in enumerate(plan_points)}
-    used = sorted(chosen.values(), key=lambda r: (order.get(r.point, len(order)), r.device, r.point))
+    named = {(r.measure, r.label, r.replicate, r.device) for r in chosen.values() if r.point in order}
+    kept = [r for r in chosen.values() if r.point in order or (r.measure, r.label, r.replicate, r.device) not in named]
+    used = sorted(kept, key=lambda r: (order.get(r.point, len(order)), r.device, r.point))
     study = plan_cells[0].study if plan_cells else used[0].study if used else ""
     return View(study=study, rows_=tuple(used), planned=dict(plan_points), plan_cells=tuple(plan_cells))
 

@@ -7,7 +7,7 @@
 Exit codes: 0 all went well; 1 something failed (a cell, a bundle that could not be read, a check);
 2 wrong usage (unknown study, preset, executor, expression); 3 a store or device is in use by another
 process; 4 the tracking store or the disk refused (bundles written so far are kept); 75 stopped at a
-checkpoint, run again to go on; 130 interrupted. It holds no logic of its own: see suite.commands.
+checkpoint, run again to go on; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,18 @@ def _duration_s(text: str) -> float:
     """'9m', '30s', '2h', '7d' or plain seconds."""
     unit = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}.get(text[-1:], None)
     try:
-        return float(text[:-1]) * unit if unit else float(text)
+        seconds = float(text[:-1]) * unit if unit else float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"a duration is like 30s, 9m, 2h or 7d, got {text!r}") from None
+        seconds = float("nan")
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"a duration is like 30s, 9m, 2h or 7d, got {text!r}")
+    return seconds
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,16 +58,16 @@ def parser() -> argparse.ArgumentParser:
     c.add_argument("--only", default="", metavar="GLOB", help="a glob on labels")
     c = command("claims", "judge the claims", "any")
     c.add_argument("--json", action="store_true", help="one JSON object per claim")
-    c.add_argument("--preset")
+    c.add_argument("--preset", help="judge against this preset's plan (default: the last run's)")
     c = command("report", "write the HTML and PDF report", "one")
-    c.add_argument("--preset")
+    c.add_argument("--preset", help="judge against this preset's plan (default: the last run's)")
     c.add_argument("--out", default="", help="folder (default: <state>/reports/STUDY)")
     command("status", "what a run in another terminal is doing")
     command("show", "one cell: parameters, result, log, and the command that repeats it").add_argument("cell", help="a label, or the first digits of its point or key")
     c = command("export", "every run of a study as one CSV", "one")
     c.add_argument("--csv", required=True, metavar="FILE")
     c = command("clean", "delete failed and superseded attempts, logs and states")
-    c.add_argument("--older-than", type=_duration_s, required=True, metavar="AGE")
+    c.add_argument("--older-than", type=_duration_s, required=True, metavar="AGE", help="like 7d: only what is older goes; answers that stand are kept")
     command("doctor", "what this machine can and cannot measure, in plain words")
     c = command("ui", "serve the MLflow UI of the store on this machine's loopback")
     c.add_argument("--port", type=int, default=5000)
@@ -77,8 +86,8 @@ def _plan_options(c: argparse.ArgumentParser) -> None:
 def _run_options(c: argparse.ArgumentParser) -> None:
     _plan_options(c)
     c.add_argument("--executor", default="local", help=f"one of {', '.join(EXECUTORS)}")
-    c.add_argument("--jobs", type=int, default=1, help="CPU workers; refused where a cell must run alone")
-    c.add_argument("--stop-after", type=_duration_s, metavar="AGE", help="start nothing after this, pause long cells, exit 75")
+    c.add_argument("--jobs", type=_count, default=1, help="CPU workers; refused where a cell must run alone")
+    c.add_argument("--stop-after", type=_duration_s, metavar="DURATION", help="start nothing after this, pause long cells, exit 75")
     c.add_argument("--archive", metavar="FILE.tar", help="afterwards pack this store's bundles and states into files of at most 15 MiB")
     c.add_argument("--resume-from", nargs="+", metavar="FILE.tar", help="first take bundles and states from archives")
     c.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait for another driver to end")
@@ -107,6 +116,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except OSError as error:
+        return _say(f"{error.strerror or error}: {error.filename or ''}; nothing that was stored is lost", EXIT_STORE)
     except Exception as error:
         if type(error).__name__ not in ("TrackingError", "AssetError"):
             raise

@@ -51,6 +51,7 @@ class RunReport:
     states: dict[str, str]
     added: list[Bundle]
     reasons: dict[str, str]
+    answers: dict[str, str] = field(default_factory=dict)  # point -> id of the OK bundle that answers it
     tracking_error: str = ""
     stopped: bool = False  # by --stop-after, with cells left
 
@@ -76,6 +77,7 @@ class Driver:
         self.states = {p: e.state for p, e in self.entries.items()}
         self.reasons = {p: e.reason for p, e in self.entries.items()}
         self.paths: dict[str, Path] = {p: e.bundle.path for p, e in self.entries.items() if e.bundle}
+        self.answers = {p: e.bundle.id for p, e in self.entries.items() if e.bundle and e.state == DONE}
         self.running: dict[str, Entry] = {}
         self.died: dict[str, int] = {}
         self.added: list[Bundle] = []
@@ -95,7 +97,7 @@ class Driver:
             self.listener(self.progress)
         self._feed_tracker(all_of_it=True)
         left = any(s in (TO_RUN, PAUSED) for s in self.states.values())
-        return RunReport(states=self.states, added=self.added, reasons=self.reasons, tracking_error=self.tracking_error, stopped=left and self._past_stop())
+        return RunReport(states=self.states, added=self.added, reasons=self.reasons, answers=self.answers, tracking_error=self.tracking_error, stopped=left and self._past_stop())
 
     # ------------------------------------------------------------ starting
 
@@ -125,7 +127,7 @@ class Driver:
             self.progress.total += 1
             self.progress.cached += entry.state == DONE
         if entry.bundle is not None:
-            self.paths[point] = entry.bundle.path
+            self.paths[point], self.answers[point] = entry.bundle.path, entry.bundle.id
         if self.states[point] == DONE:
             self._tell_sources(point)
 
@@ -154,7 +156,7 @@ class Driver:
         self.progress.running.pop(entry.cell.label, None)
         if done.status == "NOT STORED":
             raise StoreFull(done.message)
-        if done.status == "DIED" and self.died.get(point, 0) < RETRIES_OF_A_KILLED_WORKER:
+        if done.killed and self.died.get(point, 0) < RETRIES_OF_A_KILLED_WORKER:
             self.died[point] = self.died.get(point, 0) + 1
             self.progress.messages.append(f"{entry.cell.label}: {done.message}; trying once more")
             return
@@ -175,7 +177,7 @@ class Driver:
         self.backlog.append(bundle)
         self.states[point] = DONE if bundle.status == "OK" else bundle.status
         if bundle.status == "OK":
-            self.paths[point] = bundle.path
+            self.paths[point], self.answers[point] = bundle.path, bundle.id
             self.progress.done += 1
             shutil.rmtree(done.job.state_dir, ignore_errors=True)
         elif bundle.status == PAUSED:

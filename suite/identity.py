@@ -1,6 +1,6 @@
 """Identity: what makes two questions, or two answers, the same one.
 
-    point      what is asked             (Cell.point)
+    point      what is asked, about what (Cell.point)
     key        asked under which conditions  (key)
     bundle.id  one answer                (Bundle.id)
 

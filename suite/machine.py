@@ -90,6 +90,11 @@ def versions(device: str, machine: Machine | None = None) -> dict[str, str]:
     return {**out, "driver": m.driver} if device == "cuda" else out
 
 
+def short_model(name: str) -> str:
+    """A device model as a narrow column can show it: 'AMD EPYC', 'Intel Xeon', 'NVIDIA H200'."""
+    return re.sub(r"\((R|TM)\)|\s+Processor\b|\s+CPU\b.*| family \d+.*", "", name).strip()
+
+
 def refusal(needs: Needs, machine: Machine) -> str | None:
     """None if the machine can run a cell with these needs, else one sentence why not."""
     if needs.device == "cuda":

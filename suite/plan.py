@@ -127,12 +127,13 @@ def _with_state(entry: Entry, keyed: Mapping[str, Entry], ours: Mapping[str, Bun
     if found is not None and found.status == "OK" and not options.rerun:
         return replace(entry, state=DONE, bundle=found)
     borrowed = foreign.get((cell.point, entry.code))
-    if borrowed is not None:
+    if borrowed is not None and not options.rerun:
         return replace(entry, state=DONE, bundle=borrowed, reason="measured elsewhere (--reuse)")
     for role, source in cell.inputs.items():
         upstream = keyed[source.point]
         if upstream.state in (BLOCKED, UNAVAILABLE, FAILED):
-            return replace(entry, state=BLOCKED, reason=f"its input {role!r} ({source.label}) is {upstream.state}: {upstream.reason}")
+            state = UNAVAILABLE if upstream.state == UNAVAILABLE else BLOCKED
+            return replace(entry, state=state, reason=f"its input {role!r} ({source.label}) is {upstream.state}: {upstream.reason}")
     why = refusal(cell.needs, machine)
     if why:
         return replace(entry, state=UNAVAILABLE, reason=why)
@@ -146,14 +147,13 @@ def first_line(text: str) -> str:
 
 
 def select(cells: list[Cell], only: str) -> list[Cell]:
-    """Cells that `--only` names, with their inputs: 'name=value[,name=value]' on params, or a glob on labels."""
+    """Cells that `--only` names, with their inputs: a label, a glob on labels, or 'name=value[,name=value]' on params."""
     if not only:
         return cells
-    if "=" in only and "*" not in only:
+    chosen = [c for c in cells if c.label == only] or [c for c in cells if fnmatch.fnmatch(c.label, only)]
+    if not chosen and "=" in only:
         pairs = [p.partition("=")[::2] for p in only.split(",")]
         chosen = [c for c in cells if all(str(c.params.get(k.strip())) == v.strip() for k, v in pairs)]
-    else:
-        chosen = [c for c in cells if fnmatch.fnmatch(c.label, only)]
     if not chosen:
         raise ValueError(f"--only must name at least one cell, got {only!r}; labels are, e.g., {[c.label for c in cells[:3]]}")
     return ordered(chosen)

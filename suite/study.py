@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,10 +81,21 @@ def load_config(study: Study, preset: str) -> Any:
     if path.endswith(".py") and function:
         if not Path(path).is_file():
             raise ValueError(f"a preset file must exist, got {path!r}")
-        spec = importlib.util.spec_from_file_location("user_preset", path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        if not callable(getattr(module, function, None)):
-            raise ValueError(f"a preset is a function in {path!r}, got {function!r}; add `def {function}(): ...`")
-        return getattr(module, function)()
+        return _from_file(study, path, function)
     raise ValueError(f"a preset of {study.name!r} is one of {sorted(study.presets)} or 'path/to/file.py:function', got {preset!r}")
+
+
+def _from_file(study: Study, path: str, function: str) -> Any:
+    """A user's own preset; whatever is wrong with the file is one ValueError."""
+    spec = importlib.util.spec_from_file_location("user_preset", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["user_preset"] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+        config = getattr(module, function)()
+    except Exception as error:
+        raise ValueError(f"a preset is a function in {path!r} that returns a config, got {function!r}: {type(error).__name__}: {error}") from error
+    expected = type(study.presets["smoke"]())
+    if not isinstance(config, expected):
+        raise ValueError(f"a preset of {study.name!r} returns {expected.__name__}, got {type(config).__name__} from {path}:{function}")
+    return config

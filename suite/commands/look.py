@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import sys
 
 from suite import plan as planning
@@ -82,8 +82,18 @@ def show_command(args) -> int:
     log = bundle.path / "log.txt"
     if log.is_file():
         print("log\n" + clean(log.read_text()[-4000:]))
-    print(f"\nrepeat it with\n  python -m suite run {d['cell']['study']} --only {json.dumps(d['cell']['label'])} --rerun")
+    preset = _preset_of(bundle)
+    print(f"\nrepeat it with\n  python -m suite run {d['cell']['study']}{f' --preset {preset}' if preset else ''} --only {shlex.quote(d['cell']['label'])} --rerun")
     return 0
+
+
+def _preset_of(bundle: Bundle) -> str:
+    """A preset that asks this cell's question; '' where none does today."""
+    study = load_study(bundle.data["cell"]["study"])
+    for name, preset in study.presets.items():
+        if any(c.point == bundle.point for c in planning.ordered(study.cells(preset()))):
+            return name
+    return ""
 
 
 def _find(session: Session, name: str) -> Bundle:

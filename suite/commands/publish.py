@@ -42,6 +42,12 @@ def refusal(bundle: Bundle, clean: bool) -> str | None:
     return None
 
 
+def newest(bundles: list[Bundle]) -> list[Bundle]:
+    """One bundle a question, code and device: the last."""
+    found = {(b.point, b.data["code"], b.data["environment"].get("device_model")): b for b in sorted(bundles, key=lambda b: b.started_at)}
+    return list(found.values())
+
+
 def publish_command(args) -> int:
     from suite.ingest import ingest_paths
 
@@ -51,9 +57,10 @@ def publish_command(args) -> int:
         store = BundleStore(Path(folder))
         report = ingest_paths([Path(p) for p in args.paths], store, None, {name: load_study(name).metric_names() for name in study_names()})
         bundles, _ = store.load_all()
-        for bundle in bundles:
-            if args.only and not fnmatch.fnmatch(bundle.data["cell"]["label"], args.only):
-                continue
+        chosen = newest([b for b in bundles if not args.only or fnmatch.fnmatch(b.data["cell"]["label"], args.only)])
+        if not chosen and not report.skipped:
+            raise ValueError(f"--only must name at least one cell, got {args.only!r}; labels are, e.g., {sorted({b.data['cell']['label'] for b in bundles})[:3]}")
+        for bundle in chosen:
             why = refusal(bundle, not dirty)
             if why:
                 refused.append((bundle.data["cell"]["label"], why))

@@ -16,6 +16,7 @@ from pathlib import Path
 from suite import cli, locks, plan as planning
 from suite.bundle import Bundle, BundleStore, origin_of
 from suite.commands.look import print_table
+from suite.commands.store import print_judged, take_in
 from suite.driver import RunReport, run_plan
 from suite.executors.local import LocalExecutor
 from suite.progress import Display, clean
@@ -28,6 +29,8 @@ def run_command(args) -> int:
     study = load_study(args.study)
     if args.executor not in cli.EXECUTORS:
         raise ValueError(f"an executor is one of {list(cli.EXECUTORS)}, got {args.executor!r}")
+    if args.archive and not Path(args.archive).resolve().parent.is_dir():
+        raise ValueError(f"--archive names a file in a folder that exists, got {args.archive!r}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     session = Session.here()
     with locks.hold(_writable(session.state_dir) / "driver.lock", what=f"the store {session.state_dir}", wait_s=args.wait):
@@ -59,7 +62,7 @@ def _run(args, study: Study, session: Session) -> int:
     print(f"store {session.store_name()}")
     print("plan  " + ", ".join(f"{n} {state}" for state, n in sorted(plan.counts().items())), flush=True)
     feed = Feed(session, study)
-    feed.open(plan, bundles)
+    feed.open(plan)
     report = _measure(args, study, session, plan, feed, bundles)
     feed.close(plan, report)
     return _conclude(args, study, session, plan, report, problems, feed)
@@ -80,7 +83,7 @@ def _refuse_shared_timing(plan: planning.Plan, jobs: int) -> None:
 
 
 def _measure(args, study: Study, session: Session, plan: planning.Plan, feed: Feed, bundles: list[Bundle]) -> RunReport:
-    stop_at = time.time() + args.stop_after if args.stop_after else None
+    stop_at = None if args.stop_after is None else time.time() + args.stop_after
     sources = sources_for(study.searches(load_config(study, plan.preset)), entries_of=lambda cell: session.entries(study, cell, bundles), storage_dir=session.state_dir / "searches")
     to_run = [e for e in plan.entries if e.state == planning.TO_RUN]
     gpus = tuple(g.index for g in session.machine.gpus[: max((e.cell.needs.gpus for e in to_run), default=0)])
@@ -106,7 +109,7 @@ class Feed:
         self.tracker, self.parent, self.error = None, None, ""
         self.refused: list[str] = []  # bundles that MLflow cannot hold as they are; the store itself is fine
 
-    def open(self, plan: planning.Plan, bundles: list[Bundle]) -> None:
+    def open(self, plan: planning.Plan) -> None:
         if not self.session.has_tracker:
             return
         from suite.tracking import TrackingError
@@ -115,10 +118,7 @@ class Feed:
         try:
             self.tracker = self.session.open_tracker()
             self.parent = self.tracker.start_invocation(self.study.name, plan.to_json(), {"commit": conditions.commit, "dirty": str(conditions.dirty), "preset": plan.preset})
-            known = self.tracker.run_ids_by_bundle(self.study.name)
-            for bundle in bundles:
-                if bundle.data["cell"]["study"] == self.study.name and bundle.id not in known:
-                    self.ingest(bundle)
+            self.refused += take_in(self.session, self.study, self.tracker, self.parent)
         except TrackingError as error:
             self.tracker, self.error = None, str(error)
             print(f"suite: tracking is off: {error}; bundles are kept, `suite ingest` takes them in later", file=sys.stderr)
@@ -139,8 +139,7 @@ class Feed:
 
         try:
             by_bundle = self.tracker.run_ids_by_bundle(self.study.name)
-            bundles, _ = self.session.store.load_all()
-            runs = {b.point: by_bundle[b.id] for b in bundles if b.status == "OK" and b.id in by_bundle and b.point in report.states}
+            runs = {point: by_bundle[bundle_id] for point, bundle_id in report.answers.items() if bundle_id in by_bundle}
             self.tracker.end_invocation(self.parent, "KILLED" if report.stopped else "FINISHED", runs)
         except TrackingError as error:
             self.error = str(error)
@@ -159,9 +158,8 @@ def _conclude(args, study: Study, session: Session, plan: planning.Plan, report:
             print_table(state, ("cell", "why"), shown)
     if feed.tracker is not None and not feed.error:
         from suite.claims import judge_all
-        from suite.commands.store import print_judged
 
-        now = session.plan(study, plan.preset, planning.Options(reuse=args.reuse))
+        now = session.plan(study, plan.preset, planning.Options(reuse=args.reuse, keep_failed=True))
         print_judged(study, judge_all(study, session.view(study, now, feed.tracker)))
     if args.archive:
         _archive(args.archive, session.store)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from suite import cli, locks
 from suite.bundle import origin_of
 from suite.claims import Judged, judge_all
 from suite.commands.look import print_table
+from suite.machine import short_model
 from suite.plan import Options, Plan
 from suite.progress import clean
 from suite.session import Session
@@ -63,9 +65,29 @@ def _tracker(session: Session):
 
 def ledger_plan(session: Session, name: str, preset: str | None) -> tuple[Study, Plan, object]:
     """The study, the plan that its claims are judged against (the last run's preset by default), and the tracker."""
-    study = load_study(name)
+    study, tracker = load_study(name), _tracker(session)
     preset = preset or session.last_preset(name) or session.preset(study, None)[0]
-    return study, session.plan(study, preset, Options()), _tracker(session)
+    with contextlib.suppress(locks.Held):  # a driver that runs takes them in itself
+        with locks.hold(session.state_dir / "driver.lock", what="the store"):
+            session.adopt_published(study)
+            take_in(session, study, tracker)
+    return study, session.plan(study, preset, Options(keep_failed=True)), tracker
+
+
+def take_in(session: Session, study: Study, tracker, parent: str | None = None) -> list[str]:
+    """Bring the tracker up to the bundle store; returns what it refused. Raises TrackingError."""
+    from suite.tracking import Refused
+
+    refused = []
+    known = tracker.run_ids_by_bundle(study.name)
+    for bundle in session.store.load_all()[0]:
+        if bundle.data["cell"]["study"] != study.name or bundle.id in known:
+            continue
+        try:
+            tracker.ingest(bundle, parent, study.metric_names(), origin_of(bundle.path))
+        except Refused as error:
+            refused.append(str(error))
+    return refused
 
 
 def print_judged(study: Study, judged: list[Judged]) -> None:
@@ -77,7 +99,7 @@ def _ledger_row(j: Judged) -> tuple:
     met = {True: "yes", False: "NO", None: "-"}[j.bar_met]
     value = "-" if j.value is None else f"{_number(j.value)} [{_number(j.low)}, {_number(j.high)}] {j.unit}".rstrip()
     verdict = j.verdict + (" (STALE)" if j.stale else "")
-    return (j.id, verdict, value, "-" if j.target is None else _number(j.target), "-" if j.bar is None else _number(j.bar), met, j.n, j.kind if j.value is not None else "-", j.machine or "-")
+    return (j.id, verdict, value, "-" if j.target is None else _number(j.target), "-" if j.bar is None else _number(j.bar), met, j.n, j.kind if j.value is not None else "-", ", ".join(map(short_model, j.machine.split(", "))) or "-")
 
 
 def _number(x: float) -> str:

@@ -26,6 +26,7 @@ class Done:
     path: str = ""  # the bundle the worker wrote
     message: str = ""
     duration_s: float = 0.0
+    killed: bool = False  # the worker was ended by a signal: the cell may be innocent
 
 
 class Executor(Protocol):

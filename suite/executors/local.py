@@ -168,7 +168,7 @@ class LocalExecutor:
             return None
         job, elapsed_s = self._release(slot)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-        return Done(job=job, status="DIED", message=f"the worker {how}", duration_s=elapsed_s)
+        return Done(job=job, status="DIED", message=f"the worker {how}", duration_s=elapsed_s, killed=code < 0)
 
     def _release(self, slot: _Slot) -> tuple[Job, float]:
         job, slot.job = slot.job, None
