@@ -36,11 +36,17 @@ def oracle_digests(view: View) -> tuple[Row | None, dict[str, dict[str, str]]]:
     return chosen, {r["operator"]: r["digests"] for r in chosen.record("oracle")}
 
 
-def equal_operators(row: Row, digests: dict[str, dict[str, str]]) -> tuple[int, int]:
-    """(operators whose digest is the reference's at this number of rows, operators compared)."""
+def equal_operators(row: Row, digests: dict[str, dict[str, str]]) -> tuple[int, int, int]:
+    """(operators whose digest is the reference's at this number of rows, operators compared, operators without a reference)."""
     rows = str(row.params["rows"])
     records = row.record("operators")
-    return sum(digests.get(r["operator"], {}).get(rows) == r["digest"] for r in records), len(records)
+    found = [r for r in records if rows in digests.get(r["operator"], {})]
+    return sum(digests[r["operator"]][rows] == r["digest"] for r in found), len(found), len(records) - len(found)
+
+
+def unanswered(view: View) -> int:
+    """Cells of this machine's plan that should have given bits and did not: failed, blocked, or not run yet."""
+    return sum(c.params.get("impl") == "fma" and view.planned.get(c.point) not in ("DONE", "UNAVAILABLE") for c in view.plan_cells)
 
 
 def bitwise_cpu_h200(view: View) -> Finding | None:
@@ -53,17 +59,18 @@ def bitwise_cpu_h200(view: View) -> Finding | None:
     if source is None or not any(GPU in r.device for rows in by_label.values() for r in rows):
         return None
     used = [r for label in manifest() for r in by_label.get(label, [])]
-    counts = [equal_operators(r, digests) for r in used]
-    missing = sum(label not in by_label for label in manifest())
-    total = sum(n for _, n in counts)
-    share = sum(e for e, _ in counts) / total
-    return Finding(value=share, low=share, high=share, n=total, rows=[source, *used], missing=missing, note=f"{sum(e for e, _ in counts)} of {total} operator results in {len(used)} cells")
+    if not used:
+        return None
+    equal, total, absent = (sum(x) for x in zip(*(equal_operators(r, digests) for r in used), strict=True))
+    missing = sum(label not in by_label for label in manifest()) + unanswered(view) + absent
+    share = equal / total if total else 0.0
+    return Finding(value=share, low=share, high=share, n=total, rows=[source, *used], missing=missing, note=f"{equal} of {total} operator results in {len(used)} cells")
 
 
 def _smallest_ratio(view: View, metric: str, contests: Sequence[dict]) -> Finding | None:
-    """The worst of several contests: each one's interval over its process starts; the claim takes the smallest."""
+    """The worst of several contests: each one's interval over its process starts; the claim takes the smallest value and the smallest n."""
     worst: Finding | None = None
-    missing = 0
+    missing, fewest = 0, math.inf
     for where in contests:
         rows = [r for r in view.rows(measure="linear", where=where, device=GPU) if metric in r.metrics]
         by_process = {r.environment.get("process", r.bundle_id): r.metrics[metric] for r in rows}
@@ -73,10 +80,10 @@ def _smallest_ratio(view: View, metric: str, contests: Sequence[dict]) -> Findin
         values = list(by_process.values())
         at = ratio_interval(values)
         finding = Finding(value=at.value, low=at.low, high=at.high, n=at.n, rows=rows, interval_at=_interval_at(values), note=f"smallest at M={where['rows']}, {where['n']}x{where['k']}")
-        worst = finding if worst is None or finding.value < worst.value else worst
+        worst, fewest = finding if worst is None or finding.value < worst.value else worst, min(fewest, at.n)
     if worst is None:
         return None
-    return Finding(**{**worst.__dict__, "missing": missing})
+    return Finding(**{**worst.__dict__, "missing": missing, "n": int(fewest)})
 
 
 def _interval_at(values: list[float]):
@@ -120,8 +127,9 @@ def three_archs(view: View) -> Finding | None:
         return None
     _, digests = oracle_digests(view)
     rows = [r for group in seen.values() for r in group]
-    equal, total = (sum(x) for x in zip(*(equal_operators(r, digests) for r in rows), strict=True))
-    return Finding(value=equal / total, low=equal / total, high=equal / total, n=total, rows=rows)
+    equal, total, absent = (sum(x) for x in zip(*(equal_operators(r, digests) for r in rows), strict=True))
+    share = equal / total if total else 0.0
+    return Finding(value=share, low=share, high=share, n=total, rows=rows, missing=absent)
 
 
 RUN_GPU = "make study-determinism PRESET=gpu"

@@ -151,6 +151,22 @@ def test_an_exclusive_cell_runs_alone(tmp_path, monkeypatch):
             pass
 
 
+def test_a_cell_of_two_gpus_takes_both_and_their_locks(tmp_path, monkeypatch):
+    """Two GPU slots on any machine: the cell only reads which devices its worker was given."""
+    monkeypatch.setenv("SUITE_LOCK_DIR", str(tmp_path / "locks"))
+    with LocalExecutor(gpus=(0, 3)) as executor:
+        executor.start(job(tmp_path, "visible_devices", Needs(device="cuda", gpus=2)))
+        assert not executor.can_start(Needs(device="cuda").to_json()) and executor.can_start(Needs().to_json())
+        done = []
+        while not done:
+            done = executor.wait(1.0)
+        assert read_bundle(Path(done[0].path)).facts["devices"] == "0,3"
+        (one,) = finish(executor, job(tmp_path, "visible_devices", Needs(device="cuda")))
+        assert read_bundle(Path(one.path)).facts["devices"] == "0"
+        with pytest.raises(Held, match="device cuda3"):
+            LocalExecutor(gpus=(3,)) if not (tmp_path / "locks" / "cpu.lock").unlink() else None
+
+
 def test_a_full_disk_is_reported_and_leaves_no_half_bundle(executor, tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "bundles").write_text("a file where the folder should be")

@@ -5,8 +5,10 @@ Each test drives `python -m suite` in a checkout of its own, as a user would.
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import time
@@ -59,6 +61,7 @@ def test_failed_cells_are_reported_kept_and_tried_again(checkout):
     assert first.returncode == 1 and "planned fault" in first.stdout and "status 3" in first.stdout
     statuses = Counter(b["status"] for b in checkout.bundles())
     assert statuses == {"OK": 5, "FAILED": 2}  # kill-once came through at its second try
+    assert first.stderr.count("trying once more") == 1  # an exit is the cell's own doing
     kept = checkout.suite("run", "toy", "--preset", "faults", "--keep-failed")
     assert kept.returncode == 1 and Counter(b["status"] for b in checkout.bundles()) == statuses
     checkout.suite("run", "toy", "--preset", "faults")
@@ -97,7 +100,7 @@ def test_order_shuffled_and_one_process_a_cell_give_equal_digests(checkout):
     for variant in ("plain", "shuffled", "fresh"):
         state = checkout.path / f".state-{variant}"
         checkout.suite("run", "toy", "--preset", str(variants_file(checkout, variant)), check=True, SUITE_STATE=str(state))
-        found = [__import__("json").loads(p.read_text()) for p in state.glob("bundles/??/*/*/bundle.json")]
+        found = [json.loads(p.read_text()) for p in state.glob("bundles/??/*/*/bundle.json")]
         digests.append({b["point"]: (b["facts"], b["metrics"], {n: f["sha256"] for n, f in b["files"].items() if n == "arrays.npz"}) for b in found})
     assert len(digests[0]) == 6 and digests[0] == digests[1] == digests[2]
 
@@ -144,7 +147,7 @@ def kill_driver_episodes(checkout, kills: int, seed: int) -> None:
 
 def kill_worker_episodes(checkout, kills: int, seed: int) -> None:
     """SIGKILL the worker at random moments: its cell is tried once more; whatever failed comes back at the next run."""
-    rng = random.Random(seed)
+    rng, hits = random.Random(seed), 0
     run = checkout.start("run", "toy", "--preset", "slow")
     for _ in range(kills):
         time.sleep(rng.uniform(0.2, 0.8))
@@ -152,9 +155,11 @@ def kill_worker_episodes(checkout, kills: int, seed: int) -> None:
             if pid != run.pid:
                 try:
                     os.kill(pid, signal.SIGKILL)
+                    hits += 1
                 except ProcessLookupError:
                     continue
     run.communicate(timeout=120)
+    assert hits > 0
     assert_nothing_left(checkout)
     checkout.suite("run", "toy", "--preset", "slow", check=True)
     assert_whole(checkout, 16)
@@ -182,18 +187,23 @@ def test_stop_after_pauses_a_long_cell_exits_75_and_resumes_to_the_same_digest(c
     assert unbroken.returncode == 0
     codes = []
     while not codes or codes[-1] == 75:
-        codes.append(checkout.suite("run", "toy", "--preset", "long", "--stop-after", "3s").returncode)
-        assert len(codes) < 8
-    digest = [__import__("json").loads(p.read_text())["facts"]["digest"] for p in (checkout.path / ".other").glob("bundles/??/*/*/bundle.json")]
+        codes.append(checkout.suite("run", "toy", "--preset", "long", "--stop-after", "1s").returncode)
+        assert len(codes) < 12
+    assert codes[0] == 75 and codes[-1] == 0
+    (whole,) = checkout.bundles(status="OK")
+    assert whole["duration_s"] > 40 * 0.05 > checkout.bundles(status="PAUSED")[0]["duration_s"]  # the sum of its pieces
+    digest = [json.loads(p.read_text())["facts"]["digest"] for p in (checkout.path / ".other").glob("bundles/??/*/*/bundle.json")]
     assert [b["facts"]["digest"] for b in checkout.bundles(status="OK")] == digest
 
 
 def test_archives_carry_bundles_and_paused_state_to_another_store(checkout):
-    first = checkout.suite("run", "toy", "--preset", "long", "--stop-after", "2s", "--archive", "a.tar")
-    assert first.returncode in (0, 75) and (checkout.path / "a.tar").stat().st_size <= 15 << 20
-    there = str(checkout.path / ".there")
-    second = checkout.suite("run", "toy", "--preset", "long", "--resume-from", "a.tar", SUITE_STATE=there)
-    assert second.returncode == 0 and Path(there, "bundles").is_dir()
+    first = checkout.suite("run", "toy", "--preset", "long", "--stop-after", "1s", "--archive", "a.tar")
+    assert first.returncode == 75 and (checkout.path / "a.tar").stat().st_size <= 15 << 20
+    (paused,) = checkout.bundles(status="PAUSED")
+    there = checkout.path / ".there"
+    second = checkout.suite("run", "toy", "--preset", "long", "--resume-from", "a.tar", SUITE_STATE=str(there))
+    (whole,) = [b for p in there.glob("bundles/??/*/*/bundle.json") if (b := json.loads(p.read_text()))["status"] == "OK"]
+    assert second.returncode == 0 and 0 < whole["duration_s"] - paused["duration_s"] < 40 * 0.05  # it went on where the first piece stopped
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/self/ns/mnt").exists(), reason="a read-only folder cannot be made")
@@ -216,7 +226,20 @@ def test_a_corrupt_bundle_is_skipped_with_its_path_and_the_rest_is_used(checkout
 def test_show_tells_all_of_a_cell_and_how_to_repeat_it(checkout):
     checkout.suite("run", "toy", "--preset", "faults")
     shown = checkout.suite("show", "fault raise", check=True).stdout
-    assert "planned fault" in shown and "about to: raise" in shown and "--only \"fault raise\" --rerun" in shown
+    assert "planned fault" in shown and "about to: raise" in shown
+
+
+@pytest.mark.parametrize("label", ["total", "fault raise", "x=0.250000"])
+def test_the_command_that_show_prints_repeats_the_cell(checkout, label):
+    study = checkout.path / "studies" / "toy" / "study.py"
+    study.write_text(study.read_text().replace('label=f"answer {n}", needs=needs)', 'label="x=0.250000" if n == 2 else f"answer {n}", needs=needs)'))
+    checkout.suite("run", "toy", "--preset", "faults")
+    before = len(checkout.bundles())
+    command = checkout.suite("show", label, check=True).stdout.strip().splitlines()[-1]
+    assert "--preset" in command
+    checkout.suite(*shlex.split(command)[3:])
+    again = checkout.bundles()[before:]
+    assert label in {b["cell"]["label"] for b in again}
 
 
 def test_clean_deletes_failed_attempts_and_keeps_answers(checkout):

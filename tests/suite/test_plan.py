@@ -60,12 +60,28 @@ def test_another_torch_or_device_is_another_key(tmp_path):
     assert states(plan([cell(1)], bundles=[bundle], torch="2.14.0")) == {"answer 1": "TO RUN"}
 
 
-def test_a_gpu_cell_is_unavailable_without_one_and_what_reads_it_is_blocked():
+def test_a_gpu_cell_is_unavailable_without_one_and_so_is_what_reads_it():
     gpu = cell(1, needs=Needs(device="cuda"))
     here, there = plan([cell(2, inputs={"x": gpu})]), plan([cell(2, inputs={"x": gpu})], machine=H200)
-    assert states(here) == {"answer 1": "UNAVAILABLE", "answer 2": "BLOCKED"}
+    assert states(here) == {"answer 1": "UNAVAILABLE", "answer 2": "UNAVAILABLE"}
     assert "CUDA" in here.entries[0].reason and "answer 1" in here.entries[1].reason
     assert states(there) == {"answer 1": "TO RUN", "answer 2": "TO RUN"}
+
+
+def test_what_reads_a_failed_cell_is_blocked(tmp_path):
+    bundle = write(BundleStore(tmp_path), plan([cell(1)]).entries[0], "FAILED")
+    blocked = plan([cell(2, inputs={"x": cell(1)})], bundles=[bundle], options=Options(keep_failed=True))
+    assert states(blocked) == {"answer 1": "FAILED", "answer 2": "BLOCKED"} and "answer 1" in blocked.entries[1].reason
+
+
+@pytest.mark.parametrize("only, labels", [("answer 1", ["answer 1"]), ("a=1 b=2", ["a=1 b=2"]), ("n=2", ["answer 2"]), ("answer *", ["answer 1", "answer 2"]), ("a=1 b=?", ["a=1 b=2"])])
+def test_only_takes_a_label_then_a_glob_then_parameters(only, labels):
+    cells = [cell(1), cell(2), cell(3, label="a=1 b=2")]
+    assert [e.cell.label for e in plan(cells, options=Options(only=only)).entries] == labels
+
+
+def test_the_same_question_about_other_inputs_is_another_question():
+    assert cell(3, inputs={"x": cell(1)}).point != cell(3, inputs={"x": cell(2)}).point
 
 
 def test_foreign_bundles_count_only_with_reuse(tmp_path):

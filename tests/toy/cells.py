@@ -91,5 +91,9 @@ def objective(ctx: Context, *, x: float) -> Result:
     return Result(metrics={"loss": (x - 0.25) ** 2})
 
 
+def visible_devices(ctx: Context) -> Result:
+    return Result(facts={"devices": os.environ["CUDA_VISIBLE_DEVICES"]})
+
+
 def on_gpu(ctx: Context) -> Result:
     return Result(metrics={"square": 1.0})
