@@ -16,7 +16,7 @@ from reports._tables import claim_table, plain_table, span
 from reports.blocks import (
     Block, ClaimLedger, Column, Figure, Heading, KeyFacts, Matrix, Prose, Provenance, Report, Table, VERDICTS,
 )
-from reports.format import clean, short_digest
+from reports.format import clean, short_commits, short_digest
 
 __all__ = ["layout"]
 
@@ -105,7 +105,7 @@ class _Writer:
         number = self.figures
         runs = self.first_with.setdefault(block.run_ids, f"the runs of Figure {number}")
         self.sources.append((f"Figure {number}", ", ".join(short_digest(r, 8) for r in block.run_ids) if runs.endswith(f" {number}") else runs,
-                             short_digest(block.commit), block.sha256))
+                             short_commits(block.commit), block.sha256))
         prefixed = _svg.prefix_ids(svg, f"fig{number}-")
         width, height = _svg.size_px(prefixed)
         caption = f"{block.caption} {block.note}" if isinstance(block, Matrix) and block.note else block.caption
@@ -115,7 +115,7 @@ class _Writer:
                 "tag": tag,
                 "source": [span("runs "), span(", ".join(short_digest(r) for r in block.run_ids[:4]), "code"),
                            span(f" and {len(block.run_ids) - 4} more" if len(block.run_ids) > 4 else ""), span(" · commit "),
-                           span(short_digest(block.commit), "code"), span(" · data sha256 "), span(short_digest(block.sha256), "code")]}
+                           span(short_commits(block.commit), "code"), span(" · data sha256 "), span(short_digest(block.sha256), "code")]}
 
 
 def _inline(text: str) -> list[dict]:

@@ -8,7 +8,7 @@ side; a word longer than its column is broken by the renderer, never cut off. HT
 
 from reports._palette import VERDICT_STYLES
 from reports.blocks import ClaimLedger, ClaimRow, OtherReading, Table
-from reports.format import cell_text, clean, interval, missing, number, quantity, short_digest, stated
+from reports.format import cell_text, clean, interval, missing, number, quantity, short_commits, stated
 
 __all__ = ["claim_table", "plain_table", "span"]
 
@@ -64,7 +64,7 @@ def _claim(row: ClaimRow, name_study: bool) -> list[dict]:
     else:
         value, bounds = interval(row.value, row.low, row.high, row.unit).split(" [")
         reading = _cell([span(value, "strong")], [span("[" + bounds)])
-    evidence = [[span(row.machine)], [span(f"{row.kind}, n\u00a0=\u00a0{row.n}")], [span("commit "), span(short_digest(row.commit, 8), "code")]]
+    evidence = [[span(row.machine)], [span(f"{row.kind}, n\u00a0=\u00a0{row.n}")], [span("commit "), span(short_commits(row.commit), "code")]]
     if row.stale:
         evidence.append([span("STALE", "strong"), span(": older code")])
     if not row.machine:

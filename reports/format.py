@@ -18,7 +18,7 @@ from suite.measure import KINDS, weakest
 
 __all__ = [
     "KINDS", "NOT_MEASURED_HERE", "Interval", "Missing", "cell_text", "clean", "interval", "missing", "number",
-    "quantity", "require_kind", "short_digest", "stated", "weakest_kind",
+    "quantity", "require_kind", "short_commits", "short_digest", "stated", "weakest_kind",
 ]
 
 THIN_SPACE, NARROW_NBSP, MINUS, DASH = "\u2009", "\u202f", "\u2212", "\u2014"
@@ -136,6 +136,11 @@ def cell_text(value: object, digits: int = 3) -> str:
 def short_digest(digest: str, length: int = 12) -> str:
     """The first characters of a digest or commit, enough to find it again."""
     return clean(digest)[:length]
+
+
+def short_commits(commits: str, length: int = 8) -> str:
+    """Commits joined by commas, each cut short; a `-dirty` mark is never cut off."""
+    return ", ".join(c[:length] + ("-dirty" if c.endswith("-dirty") else "") for c in clean(commits).split(", "))
 
 
 def require_kind(kind: str) -> str:

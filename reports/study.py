@@ -78,11 +78,7 @@ def claim_row(j: Judged, direction: str) -> blocks.ClaimRow:
     measured = j.value is not None
     return blocks.ClaimRow(study=j.study, id=j.id, statement=j.statement, verdict=j.verdict, command=j.command or f"suite run {j.study}", target=j.target, bar=j.bar,
                            bar_met=j.bar_met, value=j.value, low=j.low, high=j.high, unit=j.unit, n=j.n if measured else None, kind=j.kind if measured else "",
-                           machine=", ".join(map(short_model, j.machine.split(", "))) if measured else "", commit=", ".join(map(_short_commit, j.commit.split(", "))) if measured else "", stale=j.stale, direction=direction)
-
-
-def _short_commit(commit: str) -> str:
-    return commit[:8] + ("-dirty" if commit.endswith("-dirty") else "")
+                           machine=", ".join(map(short_model, j.machine.split(", "))) if measured else "", commit=j.commit if measured else "", stale=j.stale, direction=direction)
 
 
 # ---------------------------------------------------------------- exhibits
@@ -110,7 +106,7 @@ def _run_ids(sources: Sequence[Row]) -> tuple[str, ...]:
 
 def _commits(sources: Sequence[Row], commit: str) -> str:
     """The commits that measured: one, or all of them where rows of several are shown side by side."""
-    found = sorted({short_digest(r.commit) for r in sources})
+    found = sorted({f"{r.commit}-dirty" if r.dirty else r.commit for r in sources})
     return ", ".join(found) or commit
 
 
