@@ -2,7 +2,8 @@
 
 A worker asks the kernel to be killed when its driver dies (PR_SET_PDEATHSIG). That signal reaches the
 worker alone, so a small forked reaper waits for the worker's own death and then kills the whole
-process group: compilers, torchrun and its ranks included.
+process group: compilers and torchrun included. Ranks lead sessions of their own and do the same for
+themselves, with torchrun as the parent to die with.
 """
 
 from __future__ import annotations

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import numpy as np
 
+from suite import _process
 from suite.job import Job, Outcome, execute
 from suite.measure import Result
 
 
 def main(job_file: str, device: str) -> int:
+    launcher = os.getppid()  # torchrun puts each rank in a session of its own: killing the worker's group does not reach it
+    if launcher == 1:
+        return 1
+    _process.die_with_parent(signal.SIGKILL, launcher)
+    _process.start_reaper()
     job = Job.from_json(Path(job_file).read_text())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     where = "cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"

@@ -41,7 +41,6 @@ def main() -> None:
     jobs = os.fdopen(os.dup(0), "r")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     allowed = {name for name in sys.modules if name.split(".")[0] == "suite"}
-    reply.write(json.dumps({"event": "ready"}) + "\n")
     for line in jobs:
         reply.write(json.dumps(serve(Job.from_json(line), args.device, allowed)) + "\n")
 

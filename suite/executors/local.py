@@ -153,8 +153,6 @@ class LocalExecutor:
         if not line:
             return self._died(slot)
         message = json.loads(line)
-        if message["event"] == "ready":
-            return None
         job, elapsed_s = self._release(slot)
         if message["replace"] or job.needs["gpus"] > 1:
             self._stop(slot)

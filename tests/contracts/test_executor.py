@@ -130,6 +130,23 @@ def test_ranks_run_under_torchrun_and_a_dead_one_ends_the_group(executor, tmp_pa
 def test_a_hanging_rank_costs_that_cell(executor, tmp_path):
     bad, after = finish(executor, job(tmp_path, "ranks", Needs(ranks=2, time_limit_s=12.0), how="hanging rank"), job(tmp_path, "answer", n=1))
     assert (bad.status, after.status) == ("TIMED OUT", "OK")
+    until = time.monotonic() + 2.0
+    while ranks_of(tmp_path) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert ranks_of(tmp_path) == []
+
+
+def ranks_of(tmp_path: Path) -> list[str]:
+    """Living rank processes of this test's jobs: their command names the job file."""
+    out = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if b"suite.rank" in command and str(tmp_path).encode() in command:
+            out.append(path.parent.name)
+    return out
 
 
 def test_a_second_driver_is_told_who_holds_the_device(executor, tmp_path):
