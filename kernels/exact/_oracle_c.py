@@ -133,8 +133,11 @@ int linear(const float *x, const void *w, int bf16, float *y, long M, long N, lo
       for (long j = 0; j < width; ++j) {
         const float *p = sums + m * TILE + j;
         long d = M * TILE;
-        y[m * N + n + j] = spans == 1 ? p[0]
-            : ((p[0] + p[d]) + (p[2 * d] + p[3 * d])) + ((p[4 * d] + p[5 * d]) + (p[6 * d] + p[7 * d]));
+        float part[8];
+        for (long s = 0; s < spans; ++s) part[s] = p[s * d];
+        for (long left = spans / 2; left > 0; left /= 2)
+          for (long s = 0; s < left; ++s) part[s] = part[2 * s] + part[2 * s + 1];
+        y[m * N + n + j] = part[0];
       }
   }
   return 0;

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.exact._chains import GROUP, span_sum
-from kernels.exact.order import CHUNK, span_count, span_length
+from kernels.exact.order import CHUNK, span_count
 
 __all__ = ["DecodeSchedule", "PackedWeight", "decode_fma", "decode_schedule", "decode_schedules", "pack_weight"]
 
@@ -72,19 +72,24 @@ class DecodeSchedule:
         return self.rows * self.lanes
 
 
-def pack_weight(w_NK: torch.Tensor) -> PackedWeight:
-    """[N, K] -> [S, G, N, 8] on the same device: a permutation plus zeros that end a span on a multiple of 8."""
+def pack_weight(w_NK: torch.Tensor, *, spans: int | None = None) -> PackedWeight:
+    """[N, K] -> [S, G, N, 8] on the same device: a permutation plus zeros that end a span on a multiple of 8.
+
+    `spans`: w is a tensor-parallel shard of a longer K that holds this many of its 8 spans (order.span_count); the result is then the
+    complete subtree over them, and the ranks' results are added as the upper levels of the tree.
+    """
     if w_NK.ndim != 2:
         raise ValueError(f"a weight is w_NK; got {tuple(w_NK.shape)=}; reshape it to two dimensions")
     n, k = w_NK.shape
-    data = pad_spans(w_NK).view(n, span_count(k), -1, GROUP).permute(1, 2, 0, 3).contiguous()
+    count = span_count(k, spans)
+    data = pad_spans(w_NK, count).view(n, count, -1, GROUP).permute(1, 2, 0, 3).contiguous()
     return PackedWeight(data=data, n=n, k=k)
 
 
-def pad_spans(a_RK: torch.Tensor) -> torch.Tensor:
+def pad_spans(a_RK: torch.Tensor, s: int) -> torch.Tensor:
     """[rows, K] -> [rows, S * G * 8]; no copy where 8 divides the span length."""
     rows, k = a_RK.shape
-    s, length = span_count(k), span_length(k)
+    length = k // s
     if length % GROUP == 0:
         return a_RK.contiguous()
     return torch.nn.functional.pad(a_RK.reshape(rows, s, length), (0, -length % GROUP)).reshape(rows, -1)
@@ -221,7 +226,7 @@ def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedul
     sums = y_MN if chunks * parts == 1 else torch.empty((chunks * parts, m, n), dtype=torch.float32, device=x_MK.device)
     grid = (triton.cdiv(n, schedule.block_n), split * chunks, triton.cdiv(m, schedule.block_m))
     decode_kernel[grid](
-        pad_spans(x_MK), weight.data, sums, m, n, groups, spans * groups, B=schedule.block_m, R=schedule.rows, S=spans // split,
+        pad_spans(x_MK, spans), weight.data, sums, m, n, groups, spans * groups, B=schedule.block_m, R=schedule.rows, S=spans // split,
         LANES=schedule.lanes, UNROLL=dividing_unroll(schedule.unroll, groups), X_WIDE=x_MK.dtype == torch.float32,
         W_WIDE=weight.dtype == torch.float32, X_AHEAD=schedule.x_ahead, BY_CHUNK=schedule.by_chunk, SPLIT=split,
         num_warps=schedule.num_warps(spans), enable_fp_fusion=False,

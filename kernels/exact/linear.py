@@ -16,7 +16,7 @@ import torch
 from kernels.exact import _oracle_c
 from kernels.exact.decode import DecodeSchedule, PackedWeight, decode_fma, pack_weight
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
-from kernels.exact.order import CHUNK, chunks, span_count, span_length
+from kernels.exact.order import CHUNK, chunks, span_count
 from kernels.exact.prefill import PrefillSchedule, prefill_fma
 
 __all__ = ["DECODE_TOKENS", "Schedule", "check_operands", "combine", "linear_fma", "linear_fma_ref", "products_are_exact"]
@@ -53,11 +53,11 @@ def linear_fma(x_MK: torch.Tensor, w: PackedWeight | torch.Tensor, *, schedule: 
     return decode_fma(x_MK, w, schedule, out)
 
 
-def linear_fma_ref(x_MK: torch.Tensor, w_NK: torch.Tensor, *, engine: str = "auto") -> torch.Tensor:
+def linear_fma_ref(x_MK: torch.Tensor, w_NK: torch.Tensor, *, engine: str = "auto", spans: int | None = None) -> torch.Tensor:
     """Exact oracle on the CPU -> y_MN float32.
 
     engine: "c" (compiled, vectorised FMA), "torch" (no compiler needed), "auto" (c where a compiler is at hand and the work is worth
-    it). All engines give the same bits for any number of threads.
+    it). All engines give the same bits for any number of threads. `spans`: as in `pack_weight`, for a shard of K.
     """
     check_operands(x_MK, w_NK)
     if engine not in ("auto", "torch", "c"):
@@ -71,8 +71,8 @@ def linear_fma_ref(x_MK: torch.Tensor, w_NK: torch.Tensor, *, engine: str = "aut
         return torch.zeros((m, n), dtype=torch.float32)
     if engine == "c" or (engine == "auto" and _oracle_c.available()):
         w_NK = w_NK if w_NK.dtype == torch.bfloat16 else w_NK.float()
-        return _oracle_c.linear(x_MK.float().contiguous(), w_NK.contiguous(), chunks(k))
-    return _linear_torch(x_MK, w_NK)
+        return _oracle_c.linear(x_MK.float().contiguous(), w_NK.contiguous(), chunks(k, spans))
+    return _linear_torch(x_MK, w_NK, span_count(k, spans))
 
 
 def products_are_exact(x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
@@ -95,27 +95,27 @@ def products_are_exact(x_MK: torch.Tensor, w_NK: torch.Tensor) -> bool:
     return low >= -149 and high <= 127
 
 
-def _linear_torch(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+def _linear_torch(x_MK: torch.Tensor, w_NK: torch.Tensor, count: int) -> torch.Tensor:
     """All chunks at once: acc_CMN, one step per position inside a chunk; shorter chunks are padded with zeros (see order.py)."""
     (m, k), n = x_MK.shape, w_NK.shape[0]
     exact = products_are_exact(x_MK, w_NK)
-    x_LCM = _by_chunk(x_MK)
-    count = x_LCM.shape[1]
-    step_m = min(m, max(1, _TILE_ELEMENTS // (count * 256)))
-    step_n = min(n, max(64, _TILE_ELEMENTS // (count * step_m)))
+    x_LCM = _by_chunk(x_MK, count)
+    chains = x_LCM.shape[1]
+    step_m = min(m, max(1, _TILE_ELEMENTS // (chains * 256)))
+    step_n = min(n, max(64, _TILE_ELEMENTS // (chains * step_m)))
     y_MN = torch.empty((m, n), dtype=torch.float32)
     for n0 in range(0, n, step_n):
-        w_LCN = _by_chunk(w_NK[n0 : n0 + step_n])
+        w_LCN = _by_chunk(w_NK[n0 : n0 + step_n], count)
         for m0 in range(0, m, step_m):
             acc_CMN = _chunk_sums(x_LCM[:, :, m0 : m0 + step_m, None], w_LCN[:, :, None, :], exact)
-            y_MN[m0 : m0 + step_m, n0 : n0 + step_n] = combine(acc_CMN, k)
+            y_MN[m0 : m0 + step_m, n0 : n0 + step_n] = combine(acc_CMN, chunks(k, count))
     return y_MN
 
 
-def _by_chunk(a_RK: torch.Tensor) -> torch.Tensor:
+def _by_chunk(a_RK: torch.Tensor, count: int) -> torch.Tensor:
     """[rows, K] -> float32 [position in chunk, chunk, rows]; short chunks are padded with zeros, which cannot change bits (order.py)."""
     rows, k = a_RK.shape
-    count, length = span_count(k), span_length(k)
+    length = k // count
     per_span = -(-length // CHUNK)
     step = min(length, CHUNK)
     a = torch.nn.functional.pad(a_RK.float().reshape(rows, count, length), (0, per_span * step - length))
@@ -134,10 +134,10 @@ def _chunk_sums(x_LCM1: torch.Tensor, w_LC1N: torch.Tensor, exact: bool) -> torc
     return acc_CMN + 0.0
 
 
-def combine(acc_CMN: torch.Tensor, k: int) -> torch.Tensor:
-    """Chunk sums -> y_MN: left to right inside a span, then the fixed tree over spans."""
+def combine(acc_CMN: torch.Tensor, spans: tuple[tuple[tuple[int, int], ...], ...]) -> torch.Tensor:
+    """Chunk sums -> y_MN: left to right inside a span, then the fixed tree over spans (as `chunks` gives them)."""
     parts, c = [], 0
-    for span in chunks(k):
+    for span in spans:
         total = torch.zeros(acc_CMN.shape[1:])
         for _ in span:
             total = total + acc_CMN[c]

@@ -18,26 +18,33 @@ SPANS = 8
 __all__ = ["CHUNK", "ORDER_VERSION", "SPANS", "chunks", "span_count", "span_length", "spans"]
 
 
-def span_count(k: int) -> int:
-    """Number of spans: 8 if 8 | K, else 1 (such a K cannot be split over devices). K = 0 has 8 empty spans."""
+def span_count(k: int, shard: int | None = None) -> int:
+    """Number of spans: 8 if 8 | K, else 1 (such a K cannot be split over devices). K = 0 has 8 empty spans.
+
+    `shard`: K is one device's part of a longer sum and holds this many (1, 2, 4 or 8) of its whole spans.
+    """
     if k < 0:
         raise ValueError(f"K is a number of products and cannot be negative; got {k=}; pass the inner dimension")
-    return SPANS if k % SPANS == 0 else 1
+    if shard is None:
+        return SPANS if k % SPANS == 0 else 1
+    if shard not in (1, 2, 4, 8) or k % shard:
+        raise ValueError(f"a shard holds 1, 2, 4 or 8 whole spans of equal length; got {k=} {shard=}; split K by spans")
+    return shard
 
 
-def span_length(k: int) -> int:
+def span_length(k: int, shard: int | None = None) -> int:
     """Number of products in one span."""
-    return k // span_count(k)
+    return k // span_count(k, shard)
 
 
-def spans(k: int) -> tuple[tuple[int, int], ...]:
+def spans(k: int, shard: int | None = None) -> tuple[tuple[int, int], ...]:
     """Half-open [start, stop) of each span, in ascending order."""
-    length = span_length(k)
-    return tuple((i * length, (i + 1) * length) for i in range(span_count(k)))
+    length = span_length(k, shard)
+    return tuple((i * length, (i + 1) * length) for i in range(span_count(k, shard)))
 
 
-def chunks(k: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def chunks(k: int, shard: int | None = None) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For each span its chunks as half-open [start, stop), left to right; an empty span has no chunk and the value +0."""
     return tuple(
-        tuple((start, min(start + CHUNK, stop)) for start in range(first, stop, CHUNK)) for first, stop in spans(k)
+        tuple((start, min(start + CHUNK, stop)) for start in range(first, stop, CHUNK)) for first, stop in spans(k, shard)
     )

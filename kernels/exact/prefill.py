@@ -116,7 +116,7 @@ def prefill_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: PrefillSched
     blocks_m = triton.cdiv(m, schedule.warps_m * schedule.block_m)
     grid = (blocks_m * triton.cdiv(n, schedule.rows * schedule.lanes),)
     prefill_kernel[grid](
-        pad_spans(x_MK), weight.data, y_MN, scratch, m, n, groups, spans * groups, S=spans, LANES=schedule.lanes, W=schedule.warps_m,
+        pad_spans(x_MK, spans), weight.data, y_MN, scratch, m, n, groups, spans * groups, S=spans, LANES=schedule.lanes, W=schedule.warps_m,
         R=schedule.rows, B=schedule.block_m, UNROLL=dividing_unroll(schedule.unroll, groups), GROUP_M=schedule.group_m,
         X_WIDE=x_MK.dtype == torch.float32, W_WIDE=weight.dtype == torch.float32, num_warps=schedule.num_warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -143,14 +143,6 @@ def test_zeros_appended_to_the_last_chunk_cannot_change_bits() -> None:
     assert torch.equal(linear_fma_ref(*padded), linear_fma_ref(x, w))
 
 
-def test_tensor_parallel_halves_add_up_to_the_same_bits() -> None:
-    """8 spans of K equal the 4 + 4 spans of two devices added by the top of the tree."""
-    x, w = philox_bell((2, 4096), 1, FP32), philox_bell((9, 4096), 2, BF16)
-    s = [linear_fma_ref(torch.nn.functional.pad(x[:, a:b], (0, 1)), torch.nn.functional.pad(w[:, a:b], (0, 1))) for a, b in spans(4096)]
-    left, right = (s[0] + s[1]) + (s[2] + s[3]), (s[4] + s[5]) + (s[6] + s[7])
-    assert torch.equal(left + right, linear_fma_ref(x, w))
-
-
 def test_empty_operands_give_empty_or_zero() -> None:
     for m, n, k in itertools.product((0, 2), (0, 3), (0, 16)):
         y = linear_fma_ref(torch.ones((m, k)), torch.ones((n, k), dtype=BF16))
@@ -174,3 +166,21 @@ def test_flushed_subnormals_are_refused() -> None:
             linear_fma_ref(philox_uniform((1, 8), 1), philox_uniform((1, 8), 2))
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("engine", ["torch", "auto"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_shards_of_k_are_subtrees_so_tensor_parallel_sums_have_the_same_bits(ranks: int, engine: str) -> None:
+    """The spans of a rank are a complete subtree: the ranks' parts, added as the upper levels of the tree, are the whole sum."""
+    k = 8 * 300  # two chunks a span, the second one short
+    x_MK, w_NK = philox_bell((3, k), 21), philox_bell((20, k), 22, torch.bfloat16)
+    step = k // ranks
+    parts = [linear_fma_ref(x_MK[:, i : i + step], w_NK[:, i : i + step], engine=engine, spans=8 // ranks) for i in range(0, k, step)]
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    assert torch.equal(parts[0], linear_fma_ref(x_MK, w_NK))
+
+
+def test_a_shard_that_cuts_a_span_is_refused() -> None:
+    with pytest.raises(ValueError, match="whole spans"):
+        linear_fma_ref(torch.zeros((1, 24)), torch.zeros((4, 24)), spans=3)
