@@ -14,7 +14,7 @@ _EXPORTS = {
     "LINEARS": "studies.models.llama",
     "LlamaConfig": "studies.models.config",
     "LlamaWeights": "studies.models.llama",
-    "apply_rope": "studies.models.rope",
+    "apply_rope": "kernels.exact.rope",
     "attention_ref": "studies.models.attention",
     "capture_digest": "studies.models.capture",
     "capture_linear_inputs": "studies.models.capture",
@@ -22,7 +22,7 @@ _EXPORTS = {
     "forward": "studies.models.llama",
     "golden_token_ids": "studies.models.capture",
     "load_smollm2": "studies.models.llama",
-    "rope_tables": "studies.models.rope",
+    "rope_tables": "kernels.exact.rope",
 }
 __all__ = sorted(_EXPORTS)
 

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from kernels.exact import linear_fma_ref, rmsnorm_ref, swiglu_ref
+from kernels.exact.rope import apply_rope, rope_tables
 from studies.models.attention import attention_ref
 from studies.models.config import LlamaConfig
-from studies.models.rope import apply_rope, rope_tables
 from suite.assets import StoredModel, load_bf16
 
 # The linears of one layer, in the order in which they run. q, k, v share an input, and so do gate and up.
