@@ -71,8 +71,19 @@ def parser() -> argparse.ArgumentParser:
     command("doctor", "what this machine can and cannot measure, in plain words")
     c = command("ui", "serve the MLflow UI of the store on this machine's loopback")
     c.add_argument("--port", type=int, default=5000)
-    command("assets", "data sets and models: state, licence, sources")
+    _assets_verbs(command("assets", "data sets and models: state, licence, sources; pack and unpack carry one to a host without network"))
     return p
+
+
+def _assets_verbs(c: argparse.ArgumentParser) -> None:
+    verbs = c.add_subparsers(dest="verb", metavar="pack|unpack")
+    text = "write an asset's file as shards, byte for byte"
+    pack = verbs.add_parser("pack", help=text, description=text)
+    pack.add_argument("names", nargs="+", metavar="NAME")
+    pack.add_argument("--max-mib", type=float, default=48.0, help="largest shard (default: 48)")
+    pack.add_argument("--to", default=".", metavar="FOLDER", help="where the shards go (default: here)")
+    text = "take shards into the asset cache, all at once or one after another"
+    verbs.add_parser("unpack", help=text, description=text).add_argument("shards", nargs="+", metavar="SHARD")
 
 
 def _plan_options(c: argparse.ArgumentParser) -> None:

@@ -47,7 +47,7 @@ ASSETS: dict[str, Asset] = {
             loader="suite.assets.smollm2:load_bf16",
             sources=(
                 DataFolder(path="models/smollm2-135m-instruct/model-bf16.safetensors"),
-                Derived(function="suite.assets.smollm2:convert"),
+                Derived(function="suite.assets.smollm2:convert", inputs=("smollm2-135m-instruct",)),
             ),
         ),
         Asset(

@@ -160,6 +160,7 @@ class Derived:
     """A file that a function of ours computes, bit for bit the same everywhere, from other assets."""
 
     function: str  # "module:name", called as f(target_path, cache_dir)
+    inputs: tuple[str, ...] = ()  # names of the assets that it reads
     remote: ClassVar[bool] = True
     needs_network: ClassVar[bool] = False  # what it is computed from says for itself
 

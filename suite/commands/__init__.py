@@ -6,7 +6,7 @@ _EXPORTS = {
     "status_command": "suite.commands.look",
     "show_command": "suite.commands.look",
     "doctor_command": "suite.commands.look",
-    "assets_command": "suite.commands.look",
+    "assets_command": "suite.commands.assets",
     "run_command": "suite.commands.run",
     "ingest_command": "suite.commands.store",
     "publish_command": "suite.commands.publish",

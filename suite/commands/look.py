@@ -1,4 +1,4 @@
-"""Commands that only look: list, plan, status, show, doctor, assets.
+"""Commands that only look: list, plan, status, show, doctor.
 
     python -m suite show "fma cpu threads=1"
 """
@@ -111,11 +111,4 @@ def doctor_command(args) -> int:
     session = Session.here()
     mark = {True: "yes", False: "NO", None: "note"}
     print_table("what this machine can measure", ("topic", "", "in plain words"), [(topic, mark[ok], text) for topic, ok, text in doctor(session.machine)])
-    return 0
-
-
-def assets_command(args) -> int:
-    from suite.assets import list_assets
-
-    print_table("assets", ("name", "state", "licence", "sha256", "sources"), [(a.name, a.state, a.licence, a.sha256[:12], "; ".join(a.sources)) for a in list_assets()])
     return 0
