@@ -13,8 +13,12 @@ checkpoint, run again to go on; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
+from collections.abc import Callable, Sequence
+
+from suite.study import study_verbs
 
 EXECUTORS = ("local",)
 EXIT_FAILED, EXIT_USAGE, EXIT_HELD, EXIT_STORE, EXIT_PAUSED, EXIT_INTERRUPTED = 1, 2, 3, 4, 75, 130
@@ -38,7 +42,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The whole command line; of the commands that studies add, only the one that `argv` names has its options loaded."""
     p = argparse.ArgumentParser(prog="suite", description="Studies as cells, bundles, claims and reports.", epilog=__doc__.partition("\n\n")[2], formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = p.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -72,7 +77,21 @@ def parser() -> argparse.ArgumentParser:
     c = command("ui", "serve the MLflow UI of the store on this machine's loopback")
     c.add_argument("--port", type=int, default=5000)
     _assets_verbs(command("assets", "data sets and models: state, licence, sources; pack and unpack carry one to a host without network"))
+    for name, (module, text) in study_verbs().items():
+        c = command(name, text)
+        if name in argv[:1]:
+            importlib.import_module(module).add_arguments(c)
     return p
+
+
+def _function(name: str) -> Callable[[argparse.Namespace], int]:
+    """What a command runs: a study's own, the report's (composed here), or one of suite.commands."""
+    from suite import commands
+
+    verbs = study_verbs()
+    if name in verbs:
+        return importlib.import_module(verbs[name][0]).command
+    return report_command if name == "report" else getattr(commands, f"{name}_command")
 
 
 def _assets_verbs(c: argparse.ArgumentParser) -> None:
@@ -108,14 +127,13 @@ def main(argv: list[str] | None = None) -> int:
     """Parse, run one command, return its exit code."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
-    args = parser().parse_args(argv)
-    from suite import commands
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser(argv).parse_args(argv)
     from suite.driver import StoreFull
     from suite.locks import Held
 
     try:
-        command = report_command if args.command == "report" else getattr(commands, f"{args.command}_command")
-        return command(args)
+        return _function(args.command)(args)
     except Held as error:
         return _say(error, EXIT_HELD)
     except StoreFull as error:

@@ -6,12 +6,21 @@ A study is one module-level `STUDY` in `studies/<name>/study.py`. Nothing is reg
 folder's name is the study's name. Presets are functions that return a whole frozen config; `cells`
 turns a config into cells; `claims` judge rows; `exhibits` turns rows into the tables, matrices and
 curves that the report draws (suite.exhibit), so that no study imports the report.
+
+A study may add commands of its own to the command line. They stand as a literal in its `study.py`, so that
+`suite --help` finds them without importing the study:
+
+    VERBS = {"verify-sums": ("studies.sums.verify", "compare this machine's sums with the checked-in ones")}
+
+The module named there has `add_arguments(parser)` and `command(args) -> exit code`; pass the table on as `Study(verbs=VERBS)`.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +30,7 @@ from typing import Any
 from suite.identity import ROOT
 
 MAX_METRICS = 40  # the MLflow UI keeps its columns
+_VERB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+\Z")  # two words or more: the harness's own commands are one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +57,7 @@ class Study:
     exhibits: Callable[[Any], list] = field(default=lambda view: [])  # suite.claims.View -> [suite.exhibit.*]
     searches: Callable[[Any], list] = field(default=lambda config: [])  # config -> [suite.search.Search]
     best_preset: Callable[[Any], tuple[str, str]] | None = None  # machine -> (preset, why)
+    verbs: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # command -> (module, one line of help), see above
 
     def __post_init__(self) -> None:
         if "smoke" not in self.presets:
@@ -56,6 +67,7 @@ class Study:
         names = [c.id for c in self.claims]
         if len(set(names)) != len(names):
             raise ValueError(f"claim ids are unique within a study, got {names}")
+        _check_verbs(self.name, self.verbs)
 
     def metric_names(self) -> frozenset[str]:
         return frozenset(m.name for m in self.metrics)
@@ -64,6 +76,27 @@ class Study:
 def study_names(root: Path = ROOT) -> list[str]:
     """Names of the studies in the tree, found by their file, without importing any."""
     return sorted(p.parent.name for p in (Path(root) / "studies").glob("*/study.py"))
+
+
+def study_verbs(root: Path = ROOT) -> dict[str, tuple[str, str]]:
+    """Commands that studies add: name -> (module, help), read from the `VERBS` literals without importing any study."""
+    found: dict[str, tuple[str, str]] = {}
+    for name in study_names(root):
+        tree = ast.parse((Path(root) / "studies" / name / "study.py").read_text(encoding="utf-8"))
+        tables = [n.value for n in tree.body if isinstance(n, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "VERBS" for t in n.targets)]
+        for table in tables:
+            verbs = ast.literal_eval(table)
+            _check_verbs(name, verbs)
+            if taken := sorted(set(verbs) & set(found)):
+                raise ValueError(f"a command belongs to one study, got {taken} again in {name!r}; rename it there")
+            found |= verbs
+    return found
+
+
+def _check_verbs(study: str, verbs: Mapping[str, tuple[str, str]]) -> None:
+    for verb, (module, _) in verbs.items():
+        if not _VERB.match(verb) or not module.startswith(f"studies.{study}."):
+            raise ValueError(f"a study's command is two or more words joined by '-' and its module lies in studies.{study}, got {verb!r} in {module!r}")
 
 
 def load_study(name: str) -> Study:
