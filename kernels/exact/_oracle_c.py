@@ -4,67 +4,23 @@
     >>> _oracle_c.available()                 # False without a C compiler: the torch engine then serves everything
     True
 
-The source below is compiled once per host (`cc -O3 -ffp-contract=off -march=native`) into a user cache folder keyed by its hash and
-loaded by ctypes. Each output is one chain per chunk, so neither the vector width nor the number of threads can change bits.
-It does not try other compilers or flags: where this one fails, `available()` is False and `why()` says so.
+The source below is compiled once per host (`_compile.py`). Each output is one chain per chunk, so neither the vector width nor the
+number of threads can change bits. Where there is no compiler, `available()` is False and `why()` says so.
 """
 
 import ctypes
 import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
+
+from kernels.exact import _compile
 
 __all__ = ["available", "linear", "why"]
 
 SOURCE = r"""
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-#if defined(__AVX512F__)
-  #include <immintrin.h>
-  typedef __m512 vec;
-  #define LANES 16
-  #define ZERO() _mm512_setzero_ps()
-  #define LOAD(p) _mm512_loadu_ps(p)
-  #define STORE(p, v) _mm512_storeu_ps(p, v)
-  #define SET1(s) _mm512_set1_ps(s)
-  #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-  #define ADD(a, b) _mm512_add_ps(a, b)
-#elif defined(__AVX2__) && defined(__FMA__)
-  #include <immintrin.h>
-  typedef __m256 vec;
-  #define LANES 8
-  #define ZERO() _mm256_setzero_ps()
-  #define LOAD(p) _mm256_loadu_ps(p)
-  #define STORE(p, v) _mm256_storeu_ps(p, v)
-  #define SET1(s) _mm256_set1_ps(s)
-  #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
-  #define ADD(a, b) _mm256_add_ps(a, b)
-#else
-  typedef float vec;
-  #define LANES 1
-  #define ZERO() 0.0f
-  #define LOAD(p) (*(p))
-  #define STORE(p, v) (*(p) = (v))
-  #define SET1(s) (s)
-  #define FMA(a, b, c) fmaf(a, b, c)
-  #define ADD(a, b) ((a) + (b))
-#endif
 #define V 4
 #define TILE (V * LANES)
-
-/* 0 if subnormals are kept on this thread */
-int flushes_subnormals(void) {
-  volatile float tiny = 1.17549435e-38f, half = 0.5f, kept = tiny * half, back = kept + kept;
-  return !(kept != 0.0f && back == tiny);
-}
 
 /* acc[MR][TILE] = chain over k of x[m][k] * w[k][0:TILE], then + 0; x has row stride ldx, w is packed [k][TILE] */
 #define KERNEL(MR)                                                                       \
@@ -144,43 +100,15 @@ int linear(const float *x, const void *w, int bf16, float *y, long M, long N, lo
 }
 int tile_width(void) { return TILE; }
 """
-FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-march=native", "-shared", "-fPIC")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return next((line for line in lines if line.startswith("flags")), "unknown")
-
-
-def _cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(root) / "kernels_exact"
 
 
 @functools.cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return None, "no C compiler named cc on the path"
-    key = hashlib.sha256("\n".join((SOURCE, *FLAGS, compiler, _cpu_name())).encode()).hexdigest()[:32]
-    path = _cache_folder() / f"linear_{key}.so"
-    if not path.exists():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                source, built = Path(folder) / "linear.c", Path(folder) / "linear.so"
-                source.write_text(SOURCE)
-                subprocess.run([compiler, *FLAGS, str(source), "-o", str(built), "-lm"], check=True, capture_output=True, text=True)
-                os.replace(built, path)
-        except (OSError, subprocess.CalledProcessError) as error:
-            return None, f"cc failed: {getattr(error, 'stderr', None) or error}"
-    library = ctypes.CDLL(str(path))
-    pointer, integer = ctypes.c_void_p, ctypes.c_long
-    library.linear.argtypes = [pointer, pointer, ctypes.c_int, pointer] + [integer] * 5 + [pointer] * 3 + [integer] + [pointer] * 2
-    return library, ""
+    library, reason = _compile.load("linear", _compile.PRELUDE + SOURCE)
+    if library is not None:
+        pointer, integer = ctypes.c_void_p, ctypes.c_long
+        library.linear.argtypes = [pointer, pointer, ctypes.c_int, pointer] + [integer] * 5 + [pointer] * 3 + [integer] + [pointer] * 2
+    return library, reason
 
 
 def available() -> bool:
