@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from suite.study import study_verbs
+from suite.text import clean, masked
 
 EXECUTORS = ("local",)
 EXIT_FAILED, EXIT_USAGE, EXIT_HELD, EXIT_STORE, EXIT_PAUSED, EXIT_INTERRUPTED = 1, 2, 3, 4, 75, 130
@@ -178,5 +179,5 @@ def report_command(args) -> int:
 
 
 def _say(message: object, code: int) -> int:
-    print(f"suite: {message}", file=sys.stderr)
+    print(clean(masked(f"suite: {message}")), file=sys.stderr)
     return code

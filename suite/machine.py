@@ -28,6 +28,7 @@ from typing import Any
 from suite._state import flushes_subnormals
 from suite.cell import Needs
 from suite.identity import ROOT, sha256_json
+from suite.text import masked
 
 FIRST_PARTY_PATHS = ("kernels", "suite", "studies", "reports", "tests", "Makefile", "pyproject.toml", "constraints")
 INTERPRETER_NUMPY_BELOW = (2, 4)  # triton 3.6.0's interpreter fails on numpy 2.4
@@ -292,7 +293,7 @@ def _triton(machine: Machine) -> Finding:
 def _environment_notes() -> list[Finding]:
     free_gib = shutil.disk_usage(ROOT).free / 2**30
     uri = os.environ.get("MLFLOW_TRACKING_URI")
-    place = re.sub(r"//[^/@]*@", "//***@", uri) if uri else "not set: the embedded store beside the bundles"
+    place = masked(uri) if uri else "not set: the embedded store beside the bundles"
     data = os.environ.get("SUITE_DATA")
     found: list[Finding] = [
         ("disk", free_gib >= MIN_FREE_DISK_GIB, f"{free_gib:.1f} GiB free where the bundles go"),

@@ -1,7 +1,7 @@
 """What a person sees while a plan runs: a live line on a terminal, one line per event elsewhere.
 
-    with Display(quiet=False) as display:
-        run_plan(plan, listener=display.update, ...)
+    with Display(status_path=state / "status.json", expected_s=None, study="determinism") as display:
+        run_plan(plan, executor=executor, store=store, conditions=conditions, listener=display.update)
 
 rich draws the live line where it imports; without it, or when not on a terminal, only failures and the
 summary are printed. `status.json` beside the bundles lets `suite status` look on from another terminal.
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from suite.driver import Progress
+from suite.text import clean
 
 try:
     import rich.console
@@ -23,11 +24,6 @@ try:
     import rich.text
 except ImportError:  # a GPU host has only torch, triton and numpy
     rich = None
-
-
-def clean(text: str) -> str:
-    """Text from bundles without control codes: it may come from strangers."""
-    return "".join(c if c == "\n" or c == "\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def line_of(progress: Progress, started: float, expected_s: float | None) -> str:

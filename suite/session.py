@@ -23,6 +23,7 @@ from suite.driver import Conditions
 from suite.machine import Machine, commit, environment, this_machine, versions
 from suite.plan import Entry, Options, Plan, make_plan, planned_modules
 from suite.study import Study, load_config
+from suite.text import masked
 
 PUBLISHED = identity.ROOT / "reports" / "published"
 
@@ -44,8 +45,13 @@ class Session:
         return "SUITE_NO_TRACKING" not in os.environ and importlib.util.find_spec("mlflow") is not None
 
     def store_name(self) -> str:
+        """The store as a person may see it: without credentials."""
         if not self.has_tracker:
             return f"{self.state_dir / 'bundles'} (bundles only, no MLflow here; elsewhere `suite ingest PATH` takes them in)"
+        return masked(self.store_uri())
+
+    def store_uri(self) -> str:
+        """The tracking store's address as MLflow takes it. It may hold a password: never print it."""
         return self.uri or f"sqlite:///{self.state_dir / 'tracking' / 'mlflow.db'}"
 
     def open_tracker(self):

@@ -29,6 +29,7 @@ from suite._runs import ARTIFACT_BYTES, Refused, TrackingError, encode, row_of
 from suite.bundle import Bundle, BundleStore
 from suite.claims import Row
 from suite.identity import sha256_file
+from suite.text import masked
 
 __all__ = ["Refused", "Tracker", "TrackingError", "encode", "open_tracker"]
 
@@ -216,7 +217,7 @@ class Tracker:
         if found.lifecycle_stage == "deleted":
             self._client.restore_experiment(found.experiment_id)
         if place is not None and found.artifact_location != place:
-            raise TrackingError(f"the tracking store was moved: its artifacts are at {found.artifact_location}; delete {self.database}, then "
+            raise TrackingError(f"the tracking store was moved: its artifacts are at {masked(str(found.artifact_location))}; delete {self.database}, then "
                                 f"`suite ingest {self.store.bundles_dir}` rebuilds it here")  # fmt: skip
         self._experiments[study] = found.experiment_id
         return found.experiment_id
@@ -256,7 +257,7 @@ def _database(uri: str) -> Path | None:
         return None
     path = uri.removeprefix("sqlite:///")
     if path == uri or not path or re.search(r"[?#]", path):
-        raise TrackingError(f"a sqlite store is named sqlite:///PATH without options, got {uri!r}")
+        raise TrackingError(f"a sqlite store is named sqlite:///PATH without options, got {masked(uri)!r}")
     return Path(path).resolve()
 
 
@@ -303,7 +304,7 @@ def _speaking(uri: str) -> Iterator[None]:
         yield
     except TrackingError:
         raise
-    except (OSError, sqlite3.Error, locks.Held) as error:
+    except (OSError, ImportError, sqlite3.Error, locks.Held) as error:  # ImportError: a database whose driver is not installed
         raise TrackingError(_line(uri, error)) from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("mlflow", "sqlalchemy", "requests", "urllib3", "alembic"):
@@ -312,11 +313,11 @@ def _speaking(uri: str) -> Iterator[None]:
 
 
 def _line(uri: str, error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = masked(" ".join(str(error).split()))  # before it is cut: half an address shows its password
     text = re.sub(r"\(Background on this error.*?\)|\[SQL:.*?\]|\[parameters:.*", "", text).strip()
     cause = re.search(r"Max retries exceeded.*?(\[Errno -?\d+\] [^'\")]+)", text)  # requests wraps it four times
     text = cause[1] if cause else text[:300] or type(error).__name__
-    return re.sub(r"//[^/@\s]*@", "//***@", f"the tracking store {uri} did not take it: {text}")
+    return masked(f"the tracking store {uri} did not take it: {text}")
 
 
 def _artifacts(bundle: Bundle) -> list[Path]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from suite.progress import clean
+from suite.text import clean
 
 
 def assets_command(args) -> int:

@@ -10,9 +10,10 @@ import sys
 
 from suite import plan as planning
 from suite.bundle import Bundle
-from suite.progress import clean, read_status
+from suite.progress import read_status
 from suite.session import Session
 from suite.study import load_study, study_names
+from suite.text import clean
 
 
 def print_table(title: str, columns: tuple[str, ...], rows: list[tuple]) -> None:
@@ -83,7 +84,7 @@ def show_command(args) -> int:
     if log.is_file():
         print("log\n" + clean(log.read_text()[-4000:]))
     preset = _preset_of(bundle)
-    print(f"\nrepeat it with\n  python -m suite run {d['cell']['study']}{f' --preset {preset}' if preset else ''} --only {shlex.quote(d['cell']['label'])} --rerun")
+    print(f"\nrepeat it with\n  python -m suite run {clean(d['cell']['study'])}{f' --preset {preset}' if preset else ''} --only {shlex.quote(clean(d['cell']['label']))} --rerun")
     return 0
 
 

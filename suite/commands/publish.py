@@ -20,6 +20,7 @@ from suite.bundle import Bundle, BundleStore
 from suite.machine import commit
 from suite.session import PUBLISHED
 from suite.study import load_study, study_names
+from suite.text import clean
 
 MAX_BYTES = 2 << 20  # of one bundle: published results travel with the source
 
@@ -68,7 +69,7 @@ def publish_command(args) -> int:
             taken += _copy(bundle)
     print(f"{taken} published under {PUBLISHED.relative_to(identity.ROOT)}, {len(refused)} refused")
     for why, labels in _by_reason([*refused, *report.skipped]).items():
-        print(f"  {len(labels)} ({', '.join(map(str, labels[:3]))}{', ...' if len(labels) > 3 else ''}): {why}")
+        print(clean(f"  {len(labels)} ({', '.join(map(str, labels[:3]))}{', ...' if len(labels) > 3 else ''}): {why}"))
     return cli.EXIT_FAILED if refused or report.skipped else 0
 
 

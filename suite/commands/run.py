@@ -19,10 +19,11 @@ from suite.commands.look import print_table
 from suite.commands.store import print_judged, take_in
 from suite.driver import RunReport, run_plan
 from suite.executors.local import LocalExecutor
-from suite.progress import Display, clean
+from suite.progress import Display
 from suite.session import Session
 from suite.sources import sources_for
 from suite.study import Study, load_config, load_study
+from suite.text import clean, masked
 
 
 def run_command(args) -> int:
@@ -121,7 +122,7 @@ class Feed:
             self.refused += take_in(self.session, self.study, self.tracker, self.parent)
         except TrackingError as error:
             self.tracker, self.error = None, str(error)
-            print(f"suite: tracking is off: {error}; bundles are kept, `suite ingest` takes them in later", file=sys.stderr)
+            print(f"suite: tracking is off: {clean(masked(str(error)))}; bundles are kept, `suite ingest` takes them in later", file=sys.stderr)
 
     def ingest(self, bundle: Bundle) -> None:
         from suite.tracking import Refused

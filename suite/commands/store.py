@@ -20,9 +20,9 @@ from suite.claims import Judged, judge_all
 from suite.commands.look import print_table
 from suite.machine import short_model
 from suite.plan import Options, Plan
-from suite.progress import clean
 from suite.session import Session
 from suite.study import Study, load_study, study_names
+from suite.text import clean, masked
 
 
 def ingest_command(args) -> int:
@@ -138,9 +138,9 @@ def ui_command(args) -> int:
     """Become the MLflow server, on loopback; with a server configured there is nothing to start."""
     session = Session.here()
     if session.uri and session.uri.startswith("http"):
-        print(f"the runs are on {session.uri}")
+        print(f"the runs are on {masked(session.uri)}")
         return 0
     _tracker(session)
     print(f"MLflow UI on http://127.0.0.1:{args.port} for {session.store_name()}; Ctrl-C ends it", flush=True)
-    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1", "--port", str(args.port), "--backend-store-uri", session.store_name()]
-    os.execv(sys.executable, command)
+    command = [sys.executable, "-m", "mlflow", "server", "--workers", "1", "--host", "127.0.0.1", "--port", str(args.port)]
+    os.execve(sys.executable, command, {**os.environ, "MLFLOW_BACKEND_STORE_URI": session.store_uri()})  # not in the arguments: every user of the host can read those
