@@ -53,12 +53,12 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The file as checked. `cubins` is architecture -> toolchain -> kernel -> sha256 (may be empty)."""
+    """The file as checked. `cubins`, which may be empty, is architecture -> compiler -> kernel -> sha256 of each specialisation's binary."""
 
     versions: Mapping[str, int]
     made_with: Mapping[str, str]
     questions: tuple[Question, ...]
-    cubins: Mapping[str, Mapping[str, Mapping[str, str]]] = field(default_factory=dict)
+    cubins: Mapping[str, Mapping[str, Mapping[str, list[str]]]] = field(default_factory=dict)
 
     def operators(self) -> list[str]:
         return list(dict.fromkeys(q.operator for q in self.questions))
@@ -146,7 +146,7 @@ def _manifest(body: Mapping[str, Any]) -> Manifest:
         questions = tuple(_question(q) for q in body["questions"])
         versions = {str(k): int(v) for k, v in body["versions"].items()}
         made_with = {str(k): str(v) for k, v in body["made_with"].items()}
-        cubins = {str(a): {str(t): {str(n): str(s) for n, s in k.items()} for t, k in by.items()} for a, by in body["cubins"].items()}
+        cubins = {str(a): {str(t): {str(n): [str(s) for s in found] for n, found in k.items()} for t, k in by.items()} for a, by in body["cubins"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ManifestError(f"the manifest is malformed ({type(error).__name__}: {error}); restore it: {RESTORE}") from error
     if not 0 < len(questions) <= MAX_QUESTIONS or len({(q.operator, q.case) for q in questions}) != len(questions):

@@ -2,6 +2,7 @@
 
     cpu()       what two cores can honestly show: bits on this CPU, beside the published H200 bits
     gpu()       the same operators on one GPU under many schedules, and the timing contests
+    verify()    the golden questions alone, on the CPU and a GPU: what `suite verify-determinism` runs
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Config:
     contests: tuple[Contest, ...] = ()
     replicates: int = 5
     seed: int = field(default=0)
+    verify: tuple[str, ...] = ()  # devices that are asked the golden questions, and nothing else is run
 
     def __post_init__(self) -> None:
         if self.sequences * self.tokens != 64:
@@ -71,3 +73,7 @@ def gpu() -> Config:
     decode = tuple(Contest(rows=m, n=n, k=k, variants=DECODE, eager=m == 1) for n, k in shapes for m in (1, 2, 4, 8, 16))
     prefill = tuple(Contest(rows=m, n=4096, k=4096, variants=PREFILL, rounds=8, launches=4) for m in (512, 4096))
     return Config(cpu_schedules=CPU_SCHEDULES, gpu_rows=(1, 2, 4, 8, 16, 64), gpu_kernels=True, contests=decode + prefill)
+
+
+def verify() -> Config:
+    return Config(verify=("cpu", "cuda"))

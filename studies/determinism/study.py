@@ -12,15 +12,19 @@ from __future__ import annotations
 
 from studies.determinism.claims import CLAIMS
 from studies.determinism.exhibits import exhibits
-from studies.determinism.presets import Config, Contest, cpu, gpu, smoke
+from studies.determinism.presets import Config, Contest, cpu, gpu, smoke, verify
 from studies.determinism.schedules import decode_choices, prefill_choices
+from studies.determinism.verify import verify_cell
 from suite.cell import Cell, Needs
 from suite.study import Metric, Study
 
 HERE = "studies.determinism"
+VERBS = {"verify-determinism": ("studies.determinism.verify", "PASS or FAIL for every exact operator on this device, against the golden manifest")}
 
 
 def cells(config: Config) -> list[Cell]:
+    if config.verify:
+        return [verify_cell(device) for device in config.verify]
     captured = Cell(study="determinism", measure=f"{HERE}.cells:capture", params={"layers": list(config.layers), "sequences": config.sequences, "tokens": config.tokens},
                     assets=("smollm2-135m-instruct", "own-prompts"), label="capture", needs=Needs(memory_gib=3))
     inputs = {"capture": captured, "oracle": _oracle(captured, "torch")}
@@ -78,10 +82,11 @@ STUDY = Study(
     name="determinism",
     title="The same bits on every device",
     summary="Linear layers of SmolLM2-135M-Instruct with real weights and real activations, computed on a CPU and on an H200 under many schedules: which implementations agree in every bit, and what that costs in time.",
-    presets={"smoke": smoke, "cpu": cpu, "gpu": gpu},
+    presets={"smoke": smoke, "cpu": cpu, "gpu": gpu, "verify": verify},
     cells=cells,
     metrics=METRICS,
     claims=CLAIMS,
     exhibits=exhibits,
     best_preset=best_preset,
+    verbs=VERBS,
 )
