@@ -33,6 +33,8 @@ STATUSES = ("OK", "FAILED", "TIMED OUT", "PAUSED")
 MAX_FILES, MAX_JSON_BYTES, MAX_FILE_BYTES = 64, 4 << 20, 1 << 30
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,119}\Z")
 _SHA = re.compile(r"[0-9a-f]{64}\Z")
+_TAKEN_RECORDS = frozenset({"bundle"})
+_TAKEN_ARRAYS = frozenset({"file", "allow_pickle"})  # arguments of np.savez_compressed
 
 
 class BundleError(Exception):
@@ -41,6 +43,10 @@ class BundleError(Exception):
     def __init__(self, path: Path, reason: str):
         super().__init__(f"not a valid bundle: {path}: {reason}")
         self.path, self.reason = path, reason
+
+
+class Unstorable(ValueError):
+    """A result that no bundle can hold: one line with the rule that it breaks. The attempt is stored as FAILED instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +105,29 @@ class Draft:
 
 
 def _split_finite(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, str]]:
-    finite = {k: float(v) for k, v in metrics.items() if math.isfinite(v)}
-    return finite, {k: repr(float(v)) for k, v in metrics.items() if not math.isfinite(v)}
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise Unstorable(f"a metric is a number, got {type(value).__name__} for {name!r} ({error})") from error
+    return {k: v for k, v in numbers.items() if math.isfinite(v)}, {k: repr(v) for k, v in numbers.items() if not math.isfinite(v)}
+
+
+def _check_names(result: Result) -> None:
+    """Names that would hide a file of the bundle's own, or that numpy's writer takes for an argument."""
+    for kind, names, taken in (("a record", result.records, _TAKEN_RECORDS), ("an array", result.arrays, _TAKEN_ARRAYS)):
+        if clash := sorted(taken & names.keys()):
+            raise Unstorable(f"{kind} may not be named {clash[0]!r}, the bundle uses that name itself; give it another one")
+    if len(result.records) + 2 > MAX_FILES:  # before they are written: arrays and log are files too
+        raise Unstorable(f"a bundle has at most {MAX_FILES} files, got {len(result.records)} records; put several values into one")
+
+
+def _strict_json(value: Any, what: str, indent: int | None = None) -> bytes:
+    try:
+        return json.dumps(value, sort_keys=True, indent=indent, allow_nan=False).encode()
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise Unstorable(f"a {what} is strict JSON, without NaN, infinities and odd types ({error}); store numbers that may not be finite as metrics or arrays") from error
 
 
 def _fsync_dir(path: Path) -> None:
@@ -130,7 +157,10 @@ class BundleStore:
         return self.root / "state" / key
 
     def write(self, draft: Draft, result: Result | None = None) -> Bundle:
-        """Store one attempt durably; raises OSError (disk full, read-only) with nothing half-written left."""
+        """Store one attempt durably; raises OSError (disk full, read-only) or Unstorable with nothing half-written left.
+
+        What is written is read by the rules of `read_bundle` before it gets its name, so that no store refuses it later.
+        """
         home = self.bundles_dir / draft.key[:2] / draft.key
         home.mkdir(parents=True, exist_ok=True)
         attempt = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
@@ -138,29 +168,33 @@ class BundleStore:
         try:
             temp.mkdir()
             bundle_id = self._fill(temp, draft, result or Result())
+            read_bundle(temp, verify_files=False)
             final = home / attempt
             os.rename(temp, final)
             _fsync_dir(home)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(temp, ignore_errors=True)
+            if isinstance(error, BundleError):
+                raise Unstorable(f"a result must fit a bundle: {error.reason}") from error
             raise
         return Bundle(id=bundle_id, path=final, data=json.loads((final / "bundle.json").read_text()))
 
     def _fill(self, temp: Path, draft: Draft, result: Result) -> str:
+        _check_names(result)
         if result.arrays:
             with open(temp / "arrays.npz", "wb") as f:
                 np.savez_compressed(f, **{k: np.asarray(v) for k, v in result.arrays.items()})
                 f.flush()
                 os.fsync(f.fileno())
         for name, value in result.records.items():
-            _write_synced(temp / f"{name}.json", json.dumps(value, sort_keys=True, allow_nan=False).encode())
+            _write_synced(temp / f"{name}.json", _strict_json(value, f"record {name!r}"))
         if draft.log:
             _write_synced(temp / "log.txt", draft.log.encode("utf-8", "replace"))
         files = {p.name: {"sha256": sha256_file(p), "bytes": p.stat().st_size} for p in sorted(temp.iterdir())}
         finite, odd = _split_finite(result.metrics)
         fields = {k: v for k, v in draft.__dict__.items() if k != "log"}
         body = {"schema": SCHEMA, **fields, "kind": result.kind, "metrics": finite, "nonfinite": odd, "facts": dict(result.facts), "files": files}
-        raw = json.dumps(body, sort_keys=True, indent=1, allow_nan=False).encode()
+        raw = _strict_json(body, "header", indent=1)
         _write_synced(temp / "bundle.json", raw)
         return sha256_bytes(raw)
 

@@ -19,11 +19,11 @@ import sys
 from pathlib import Path
 
 from suite import _process, _state
-from suite.bundle import BundleStore, Draft
+from suite.bundle import Bundle, BundleStore, Draft, Unstorable
 from suite.job import Job, Outcome, execute, foreign_modules
 from suite.rank import collect
 
-MAX_LOG_BYTES = 256 << 10
+MAX_LOG_BYTES, MAX_ERROR_CHARS = 256 << 10, 64 << 10
 PROCESS = secrets.token_hex(6)  # timing claims count process starts, not cells
 
 
@@ -63,7 +63,7 @@ def serve(job: Job, device: str, allowed: set[str]) -> dict:
         bundle = _store(job, outcome, started)
     except OSError as error:
         return {"event": "done", "status": "NOT STORED", "message": f"{error.strerror or error}: {error.filename or job.store}", "replace": leftovers}
-    return {"event": "done", "status": outcome.status, "path": str(bundle.path), "id": bundle.id, "replace": leftovers}
+    return {"event": "done", "status": bundle.status, "path": str(bundle.path), "id": bundle.id, "replace": leftovers}
 
 
 def _import_quietly(job: Job) -> None:
@@ -93,18 +93,23 @@ def _redirect_output(path: Path) -> None:
     os.close(fd)
 
 
-def _store(job: Job, outcome: Outcome, started: str):
+def _store(job: Job, outcome: Outcome, started: str) -> Bundle:
+    """The outcome as a bundle; a result that no bundle can hold is a FAILED one with the reason."""
     pieces = job.state_dir / "spent_s.json"
     spent_s = outcome.duration_s + (json.loads(pieces.read_text()) if pieces.is_file() else 0.0)
     if outcome.status == "PAUSED":
         pieces.write_text(json.dumps(spent_s))
-    return BundleStore(Path(job.store)).write(draft(job, status=outcome.status, error=outcome.error, started=started, duration_s=spent_s), outcome.result)
+    store, fields = BundleStore(Path(job.store)), {"started": started, "duration_s": spent_s}
+    try:
+        return store.write(draft(job, status=outcome.status, error=outcome.error, **fields), outcome.result)
+    except Unstorable as error:
+        return store.write(draft(job, status="FAILED", error=str(error), **fields))
 
 
 def draft(job: Job, *, status: str, error: str, started: str, duration_s: float) -> Draft:
     """A job as the header of its bundle; the driver uses it too, for workers that died."""
     return Draft(cell=job.cell, point=job.point, key=job.key, code=job.code, environment={**job.environment, "process": PROCESS}, commit=job.commit, dirty=job.dirty,
-                 started_at=started, duration_s=duration_s, status=status, error=error, log=read_log(job.log_path))
+                 started_at=started, duration_s=duration_s, status=status, error=error[-MAX_ERROR_CHARS:], log=read_log(job.log_path))
 
 
 def read_log(path: Path) -> str:

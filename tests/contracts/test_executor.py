@@ -184,6 +184,29 @@ def test_a_cell_of_two_gpus_takes_both_and_their_locks(tmp_path, monkeypatch):
             LocalExecutor(gpus=(3,)) if not (tmp_path / "locks" / "cpu.lock").unlink() else None
 
 
+UNSTORABLE = {
+    "nan in a record": "strict JSON", "a set in a record": "strict JSON", "mixed keys": "strict JSON", "deep record": "strict JSON", "record named bundle": "named 'bundle'",
+    "many files": "at most 64 files", "one file too many": "64 files", "array named file": "named 'file'", "fact is a number": "fact is not a string",
+    "metric is text": "a metric is a number", "metric is huge": "a metric is a number", "metric is an array": "a metric is a number", "header over its limit": "over 4194304 bytes",
+    "long record name": "not plain",
+}  # fmt: skip
+
+
+def test_a_result_that_no_bundle_can_hold_is_a_failed_bundle_with_one_line_and_costs_no_worker(executor, tmp_path):
+    done = finish(executor, *(job(tmp_path, "unstorable", how=how) for how in ["fine", *UNSTORABLE]), job(tmp_path, "answer", n=2))
+    bundles = [read_bundle(Path(d.path)) for d in done]
+    assert [b.status for b in bundles] == ["OK", *["FAILED"] * len(UNSTORABLE), "OK"] == [d.status for d in done]
+    for bundle, (how, words) in zip(bundles[1:-1], UNSTORABLE.items(), strict=True):
+        assert words in bundle.data["error"] and "\n" not in bundle.data["error"] and bundle.data["files"].keys() <= {"log.txt"}, how
+    assert len({b.data["environment"]["process"] for b in bundles}) == 1
+
+
+def test_an_error_of_many_megabytes_is_cut_and_keeps_its_end(executor, tmp_path):
+    (done,) = finish(executor, job(tmp_path, "shout", chars=6 << 20))
+    error = read_bundle(Path(done.path)).data["error"]
+    assert done.status == "FAILED" and len(error) < 1 << 20 and error.strip().endswith("the end")
+
+
 def test_a_full_disk_is_reported_and_leaves_no_half_bundle(executor, tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "bundles").write_text("a file where the folder should be")

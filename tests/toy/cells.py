@@ -58,6 +58,25 @@ def fault(ctx: Context, *, how: str) -> Result:
     return Result(metrics={"square": 0.0, "worst": float("inf")})
 
 
+def unstorable(ctx: Context, *, how: str) -> Result:
+    """A result that no bundle can hold; "fine" is one that it can."""
+    nested: list = []
+    for _ in range(20_000):
+        nested = [nested]
+    return {
+        "fine": Result(records={"ops": [1]}), "nan in a record": Result(records={"ops": [float("nan")]}), "a set in a record": Result(records={"ops": {1, 2}}),
+        "mixed keys": Result(records={"ops": {1: 1, "a": 2}}), "deep record": Result(records={"ops": nested}), "record named bundle": Result(records={"bundle": {}}),
+        "many files": Result(records={f"r{i}": i for i in range(65)}), "one file too many": Result(records={f"r{i}": i for i in range(64)}, arrays={"x": np.zeros(1)}),
+        "array named file": Result(arrays={"file": np.zeros(1)}), "fact is a number": Result(facts={"digest": 3}), "metric is text": Result(metrics={"square": "many"}),
+        "metric is huge": Result(metrics={"square": 10**400}), "metric is an array": Result(metrics={"square": np.zeros(2)}),
+        "header over its limit": Result(facts={"digest": "x" * (5 << 20)}), "long record name": Result(records={"r" * 118: 1}),
+    }[how]  # fmt: skip
+
+
+def shout(ctx: Context, *, chars: int) -> Result:
+    raise RuntimeError("x" * chars + " the end")
+
+
 def long(ctx: Context, *, steps: int, step_s: float) -> Result:
     """Counts to `steps`, saving after each; pauses when asked to."""
     file = ctx.state_dir / "at.json"
