@@ -8,14 +8,12 @@ Weights come from `suite.assets`, arithmetic from `kernels.exact`. No training, 
 """
 
 _EXPORTS = {
-    "BLOCK_KEYS": "studies.models.attention",
     "Captured": "studies.models.capture",
     "GOLDEN_CAPTURE_SHA256": "studies.models.capture",
     "LINEARS": "studies.models.llama",
     "LlamaConfig": "studies.models.config",
     "LlamaWeights": "studies.models.llama",
     "apply_rope": "kernels.exact.rope",
-    "attention_ref": "studies.models.attention",
     "capture_digest": "studies.models.capture",
     "capture_linear_inputs": "studies.models.capture",
     "capture_prompts": "studies.models.capture",

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from kernels.exact import linear_fma_ref, rmsnorm_ref, swiglu_ref
+from kernels.exact.attention import causal_attention_ref
 from kernels.exact.rope import apply_rope, rope_tables
-from studies.models.attention import attention_ref
 from studies.models.config import LlamaConfig
 from suite.assets import StoredModel, load_bf16
 
@@ -116,7 +116,7 @@ def _attend(run: _Run, layer: str, h_MK: torch.Tensor) -> torch.Tensor:
         cos_TD, sin_TD = rope_tables(tokens=stop - start, head_dim=config.head_dim, base=config.rope_base)
         q_HTD, k_GTD, v_GTD = (part[start:stop].unflatten(1, (-1, config.head_dim)).transpose(0, 1) for part in (q, k, v))
         q_HTD, k_GTD = apply_rope(q_HTD, cos_TD, sin_TD), apply_rope(k_GTD, cos_TD, sin_TD)
-        o_HTD = attention_ref(*(part.to(run.dtype) for part in (q_HTD, k_GTD, v_GTD)))
+        o_HTD = causal_attention_ref(*(part.to(run.dtype) for part in (q_HTD, k_GTD, v_GTD)))
         out_MK[start:stop] = o_HTD.transpose(0, 1).flatten(1)
     return run.linear(f"{layer}.self_attn.o_proj", out_MK.to(run.dtype))
 

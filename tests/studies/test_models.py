@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.exact import digest, exp_ref, fma_f32, philox_bell
+from kernels.exact import digest, philox_bell
 from studies.models import (
-    BLOCK_KEYS, GOLDEN_CAPTURE_SHA256, LINEARS, LlamaConfig, apply_rope, attention_ref, capture_digest, capture_linear_inputs,
+    GOLDEN_CAPTURE_SHA256, LINEARS, LlamaConfig, apply_rope, capture_digest, capture_linear_inputs,
     capture_prompts, forward, golden_token_ids, load_smollm2, rope_tables,
 )  # fmt: skip
 from suite.assets import AssetError
@@ -193,49 +193,3 @@ def test_rope_at_the_first_position_changes_nothing_and_scores_depend_on_distanc
     scores = turned.double() @ turned.double().T
     # 64 products of values rounded to fp32 three times each, |x|^2 in all
     assert float((scores.diagonal(3) - scores[0, 3]).abs().max()) <= 6 * 2.0**-24 * float(x[0].double().square().sum())
-
-
-def attention_by_loops(q_HTD, k_GTD, v_GTD):
-    """The text of attention.py, one number at a time."""
-    heads, tokens, dim = q_HTD.shape
-    out = torch.zeros(q_HTD.shape)
-    one, scale = torch.tensor(1.0), torch.tensor(np.float32(1) / np.sqrt(np.float32(dim)))
-    for h in range(heads):
-        k, v = (part[h // (heads // k_GTD.shape[0])] for part in (k_GTD, v_GTD))
-        for t in range(tokens):
-            scores = []
-            for key in range(t + 1):
-                acc = torch.tensor(0.0)
-                for d in range(dim):
-                    acc = fma_f32(q_HTD[h, t, d], k[key, d], acc)
-                scores.append(acc * scale)
-            m = max(scores)
-            p = [exp_ref(s - m) for s in scores]
-            total, o = torch.tensor(0.0), torch.zeros(dim)
-            for start in range(0, t + 1, BLOCK_KEYS):
-                block, acc = torch.tensor(0.0), torch.zeros(dim)
-                for key in range(start, min(start + BLOCK_KEYS, t + 1)):
-                    block = fma_f32(p[key], one, block)
-                    acc = fma_f32(p[key], v[key], acc)
-                total, o = total + block, o + acc
-            out[h, t] = o / total
-    return out
-
-
-def test_attention_is_its_definition_bit_for_bit_across_a_block_border():
-    q, k, v = (philox_bell((heads, BLOCK_KEYS + 6, 2), seed) for heads, seed in ((2, 1), (1, 2), (1, 3)))
-    assert torch.equal(attention_ref(q, k, v).view(torch.int32), attention_by_loops(q, k, v).view(torch.int32))
-
-
-def test_attention_agrees_with_fp64_softmax_and_ignores_what_it_may_not_see():
-    q, k, v = (philox_bell((heads, 150, 64), seed).to(torch.bfloat16) for heads, seed in ((6, 1), (2, 2), (2, 3)))
-    out = attention_ref(q, k, v)
-    kk, vv = (part.double().repeat_interleave(3, 0) for part in (k, v))
-    s = (q.double() @ kk.transpose(1, 2)) / 8
-    want = s.masked_fill(torch.ones(150, 150, dtype=torch.bool).triu(1), -torch.inf).softmax(-1) @ vv
-    # 150 terms in l and in PV, each chain a random walk of sqrt(150) u, and exp within one ulp of s <= |q||k|/8: 4 sqrt(150) u max|v|
-    assert float((out.double() - want).abs().max()) <= 4 * 150**0.5 * 2.0**-24 * float(v.abs().max())
-    k[:, 100:], v[:, 100:] = torch.inf, torch.nan
-    assert torch.equal(attention_ref(q, k, v)[:, :100], out[:, :100])
-    with pytest.raises(ValueError, match="one sequence"):
-        attention_ref(q, k[:, :5], v[:, :5])
