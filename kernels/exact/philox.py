@@ -4,7 +4,7 @@
     >>> import torch
     >>> x = philox_uniform((4, 8), seed=1, dtype=torch.bfloat16)       # the same bits everywhere
 
-`philox_ref` is the generator (known-answer vectors of Random123 in the tests). The value helpers map integers to floats exactly, no
+`philox_ref` is the generator (known-answer vectors of Random123 in the tests), `philox_u32` the same inside a Triton kernel. The value helpers map integers to floats exactly, no
 libm: `philox_uniform` gives odd multiples of 2^-p in (-1, 1), `philox_bell` a sum of four uniforms (variance 1/3, bell-shaped, for
 weights). It does not imitate `torch.rand`, and no statistics beyond Philox's own are claimed.
 """
@@ -13,11 +13,14 @@ import math
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
-__all__ = ["philox_bell", "philox_integers", "philox_ref", "philox_uniform"]
+__all__ = ["philox_bell", "philox_integers", "philox_ref", "philox_u32", "philox_uniform"]
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
+M0, M1, W0, W1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57), tl.constexpr(_W0), tl.constexpr(_W1)
 _MASK = np.uint64(0xFFFFFFFF)
 _BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # precision p: odd multiples of 2^-p below 1 fit exactly
 
@@ -34,6 +37,17 @@ def philox_ref(counter: np.ndarray, key: tuple[int, int], rounds: int = 10) -> n
         c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ np.uint64(k0), p1 & _MASK, (p0 >> 32) ^ c3 ^ np.uint64(k1), p0 & _MASK
         k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+
+
+@triton.jit
+def philox_u32(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10 on uint32 values of one shape -> four of them: 32-bit multiplications (low and high half) and exclusive or only."""
+    for _ in tl.static_range(10):
+        high_0, high_1 = tl.umulhi(M0, c0), tl.umulhi(M1, c2)
+        low_0, low_1 = c0 * M0, c2 * M1
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = k0 + W0, k1 + W1
+    return c0, c1, c2, c3
 
 
 def philox_integers(count: int, seed: int, stream: int = 0) -> np.ndarray:
