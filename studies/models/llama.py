@@ -35,7 +35,7 @@ Observer = Callable[[str, torch.Tensor], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaWeights:
-    """`tensors` by transformers name without the leading "model.": matrices w_NK in bf16, norms in fp32."""
+    """`tensors` by transformers name without the leading "model.": matrices w_NK in bf16, norms and biases in fp32."""
 
     config: LlamaConfig
     tensors: dict[str, torch.Tensor]
@@ -48,6 +48,15 @@ class LlamaWeights:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[f"{name}.weight"]
+
+    @property
+    def head(self) -> torch.Tensor:
+        """w_VK of the logits: the embedding where they are tied."""
+        return self["embed_tokens" if self.config.tied_head else "lm_head"]
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """The fp32 bias of a linear; None where it has none."""
+        return self.tensors.get(f"{name}.bias")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +71,9 @@ class _Run:
 
     def linear(self, name: str, x_MK: torch.Tensor) -> torch.Tensor:
         self.observe(name, x_MK)
-        return linear_fma_ref(x_MK, self.weights[name], engine=self.engine)
+        y_MN = linear_fma_ref(x_MK, self.weights[name], engine=self.engine)
+        bias_N = self.weights.bias(name)
+        return y_MN if bias_N is None else y_MN + bias_N
 
     def norm(self, name: str, h_MK: torch.Tensor) -> torch.Tensor:
         return rmsnorm_ref(h_MK, self.weights[name], eps=self.weights.config.rms_eps, out_dtype=self.dtype)
@@ -95,7 +106,7 @@ def forward(
     Raises ValueError for empty sequences or ids outside the vocabulary.
     """
     config = weights.config
-    _check_tokens(config, token_ids)
+    check_tokens(config, token_ids)
     ends = np.cumsum([len(ids) for ids in token_ids]).tolist()
     run = _Run(weights=weights, bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)), dtype=activation_dtype, engine=engine, observe=observe)
     with torch.no_grad(), _torch_threads(threads), contextlib.suppress(StopForward):
@@ -103,7 +114,7 @@ def forward(
         for layer in range(config.layers):
             h_MK = h_MK + _attend(run, f"layers.{layer}", h_MK)
             h_MK = h_MK + _mlp(run, f"layers.{layer}", h_MK)
-        return linear_fma_ref(run.norm("norm", h_MK), weights["embed_tokens"], engine=engine)
+        return linear_fma_ref(run.norm("norm", h_MK), weights.head, engine=engine)
     return None
 
 
@@ -138,7 +149,8 @@ def _torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_tokens(config: LlamaConfig, token_ids: Sequence[Sequence[int]]) -> None:
+def check_tokens(config: LlamaConfig, token_ids: Sequence[Sequence[int]]) -> None:
+    """Raises ValueError for empty or too long sequences and for ids outside the vocabulary."""
     if not token_ids or not all(len(ids) for ids in token_ids):
         raise ValueError(f"need sequences with at least one token each, got lengths={[len(ids) for ids in token_ids]}; drop empty ones")
     longest, highest, lowest = max(map(len, token_ids)), max(map(max, token_ids)), min(map(min, token_ids))

@@ -1,0 +1,150 @@
+"""What stands between the linears of a decoder, in three kinds: exact (kernels.exact), plain torch, and exact but for torch's attention.
+
+    ops = operators("exact", torch.device("cpu"))
+    h_MK, x_MK = ops.add_norm(h_MK, delta_MK, w_K, eps, torch.bfloat16)
+    ops.append(cache, k_BTGD, v_BTGD, span)
+    o_BTHD = ops.attention(q_BTHD, cache, span, torch.bfloat16)
+
+Legend: M tokens of all rows, K features, B rows, T new tokens of a row, H query heads, G key heads, D head_dim, P positions of a cache.
+"exact" runs an oracle on a CPU and its kernel on a GPU, with equal bits. "torch" is what a user of transformers runs: norms in fp32
+rounded to the activations' dtype, cos and sin in that dtype, `scaled_dot_product_attention` (SDPA) over the cache. No operator waits
+for the GPU when T = 1, so that a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The new tokens of one pass: token t < count_B[b] of row b has position start_B[b] + t.
+
+    Of use to plain attention only: `extent`, at least the keys that any row sees; `even`, true where all rows have the same start and
+    T tokens each, and see `extent` keys in the end: then no mask is needed.
+    """
+
+    start_B: torch.Tensor
+    count_B: torch.Tensor
+    position_BT: torch.Tensor
+    extent: int
+    even: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """The functions of one kind on one device. `add_norm` takes delta None for "nothing to add"; the last argument is the result's dtype."""
+
+    make_cache: Callable[..., Any]
+    append: Callable[[Any, torch.Tensor, torch.Tensor, Span], None]
+    attention: Callable[[torch.Tensor, Any, Span, torch.dtype], torch.Tensor]
+    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    rope: Callable[..., torch.Tensor]
+    swiglu: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+
+
+def operators(kind: str, device: torch.device) -> Operators:
+    """kind: "exact", "torch" or "serving". Raises ValueError for another."""
+    if kind == "torch":
+        return _TORCH
+    if kind not in ("exact", "serving"):
+        raise ValueError(f"operators are exact, torch or serving, got {kind=}; name one of them")
+    exact = _exact(gpu=device.type == "cuda")
+    if kind == "exact":
+        return exact
+    return Operators(make_cache=_make_cache, append=_append, attention=_attention, add_norm=exact.add_norm, rope=exact.rope, swiglu=exact.swiglu)
+
+
+# ---- exact ---------------------------------------------------------------------------------------------------------------------
+
+
+def _exact(*, gpu: bool) -> Operators:
+    from kernels.exact import activations, attention, norm, rope
+
+    rotate, gate = (rope.rope, activations.swiglu) if gpu else (rope.rope_ref, activations.swiglu_ref)
+    attend, normalise = (attention.attention, norm.rmsnorm) if gpu else (attention.attention_ref, norm.rmsnorm_ref)
+
+    def add_norm(h_MK, delta_MK, w_K, eps, dtype):
+        h_MK = h_MK if delta_MK is None else h_MK + delta_MK
+        return h_MK, normalise(h_MK, w_K, eps=eps, out_dtype=dtype)
+
+    def swiglu(gate_up_MN, dtype):
+        return gate(*gate_up_MN.chunk(2, dim=1), out_dtype=dtype)
+
+    return Operators(
+        make_cache=attention.make_cache,
+        append=lambda cache, k_BTGD, v_BTGD, span: attention.append(cache, k_BTGD, v_BTGD, span.start_B, span.count_B),
+        attention=lambda q_BTHD, cache, span, dtype: attend(q_BTHD, cache, span.start_B, span.count_B, out_dtype=dtype),
+        add_norm=add_norm,
+        rope=rotate,
+        swiglu=swiglu,
+    )
+
+
+# ---- plain torch ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchCache:
+    """Keys and values as SDPA reads them."""
+
+    k_BGPD: torch.Tensor
+    v_BGPD: torch.Tensor
+
+
+def _make_cache(*, batch: int, tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> TorchCache:
+    shape = (batch, kv_heads, tokens, head_dim)
+    return TorchCache(k_BGPD=torch.zeros(shape, dtype=dtype, device=device), v_BGPD=torch.zeros(shape, dtype=dtype, device=device))
+
+
+def _append(cache: TorchCache, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, span: Span) -> None:
+    rows = torch.arange(k_BTGD.shape[0], device=k_BTGD.device)
+    if k_BTGD.shape[1] == 1:  # an idle row writes where its next token will
+        rows, tokens = rows, torch.zeros_like(rows)
+        where = span.start_B.long()
+    else:
+        rows, tokens = (torch.arange(k_BTGD.shape[1], device=rows.device) < span.count_B[:, None]).nonzero(as_tuple=True)
+        where = span.position_BT[rows, tokens]
+    cache.k_BGPD[rows, :, where] = k_BTGD[rows, tokens].to(cache.k_BGPD.dtype)
+    cache.v_BGPD[rows, :, where] = v_BTGD[rows, tokens].to(cache.v_BGPD.dtype)
+
+
+def _attention(q_BTHD: torch.Tensor, cache: TorchCache, span: Span, dtype: torch.dtype) -> torch.Tensor:
+    tokens, heads = q_BTHD.shape[1:3]
+    k, v = cache.k_BGPD[:, :, : span.extent], cache.v_BGPD[:, :, : span.extent]
+    grouped = heads != k.shape[1]
+    q = q_BTHD.transpose(1, 2).to(k.dtype)
+    if span.even and tokens in (1, span.extent):
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, enable_gqa=grouped)
+    else:
+        mask_B1TK = torch.arange(span.extent, device=q.device) <= span.position_BT[:, None, :, None]
+        if grouped:  # as transformers does where there is a mask: the fused kernels that take one know no groups
+            k, v = (part.repeat_interleave(heads // k.shape[1], dim=1) for part in (k, v))
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TK)
+    return o.transpose(1, 2).to(dtype)
+
+
+def _add_norm(h_MK, delta_MK, w_K, eps, dtype):
+    h_MK = h_MK if delta_MK is None else h_MK + delta_MK
+    x = h_MK.float()
+    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
+    return h_MK, w_K.to(dtype) * x.to(dtype)
+
+
+def _rope(x_BTHD, position_BT, cos_PD, sin_PD, out_dtype=None):
+    cos, sin = (table[position_BT][:, :, None].to(x_BTHD.dtype) for table in (cos_PD, sin_PD))
+    a, b = x_BTHD.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(out_dtype or x_BTHD.dtype)
+
+
+def _swiglu(gate_up_MN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    gate, up = gate_up_MN.chunk(2, dim=1)
+    return (F.silu(gate) * up).to(dtype)
+
+
+_TORCH = Operators(make_cache=_make_cache, append=_append, attention=_attention, add_norm=_add_norm, rope=_rope, swiglu=_swiglu)
