@@ -4,7 +4,7 @@
     python -m studies.determinism.golden --check                 # derives all of it again and compares
     python -m studies.determinism.golden --update-cubins FILE    # takes kernel digests out of a GPU's contribution file
 
-The questions stand in golden_operators.py, the file's format in golden_manifest.py. A changed output digest under an unchanged order
+The questions are listed in golden_operators.py, the file's format in golden_manifest.py. A changed output digest under an unchanged order
 version is a broken kernel or a changed definition: `--write` refuses it unless `--changed` says that it is meant.
 """
 
@@ -13,15 +13,17 @@ from __future__ import annotations
 import argparse
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kernels.exact.digests import digest
+from studies.determinism.golden_entry import Operator
 from studies.determinism.golden_manifest import MANIFEST, Manifest, ManifestError, Question, dump, read
-from studies.determinism.golden_operators import OPERATORS, VERSIONS, Operator
+from studies.determinism.golden_operators import OPERATORS, VERSIONS
 from studies.determinism.golden_values import seed_of
 
 
@@ -33,11 +35,11 @@ def joined(tensors: torch.Tensor | Sequence[torch.Tensor]) -> str:
     return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
-def outputs(operator: Operator, inputs: Sequence[torch.Tensor], params: dict, device: str = "cpu") -> list[torch.Tensor]:
-    """What the operator gives on a device ("cpu", "cuda:0"), as CPU tensors."""
-    on_gpu = device != "cpu"
+def outputs(operator: Operator, inputs: Sequence[torch.Tensor], params: Mapping[str, Any], device: str = "cpu", *, second: bool = False) -> list[torch.Tensor]:
+    """What the operator gives on a device ("cpu", "cuda:0"), as CPU tensors; `second`: by its other CPU engine."""
+    function = operator.second if second else operator.cpu if device == "cpu" else operator.gpu
     options = {k: params[k] for k in operator.options if k in params}
-    found = (operator.gpu if on_gpu else operator.cpu)(*(t.to(device) for t in inputs), **options)
+    found = function(*(t.to(device) for t in inputs), **options)
     return [t.cpu() for t in ([found] if isinstance(found, torch.Tensor) else found)]
 
 

@@ -63,12 +63,13 @@ def asked(q: Question, device: str) -> dict[str, Any]:
 
 
 def distance(q: Question, y: list[torch.Tensor], inputs: Any, device: str) -> dict[str, Any]:
-    """How far a wrong output is off: from the reference computed here, where that is the golden one."""
-    if device == "cpu":
+    """How far a wrong output is off: from the CPU reference computed here (a CPU's own: from its second engine), where that is the golden one."""
+    operator = OPERATORS[q.operator]
+    if device == "cpu" and operator.second is None:
         return {"note": "this CPU's own reference differs, so there is nothing here to measure the distance to"}
-    expected = outputs(OPERATORS[q.operator], inputs, q.params, "cpu")
+    expected = outputs(operator, inputs, q.params, second=device == "cpu")
     if joined(expected) != q.output_digest:
-        return {"note": "the CPU reference of this host differs from the manifest too"}
+        return {"note": "the second engine of this CPU differs from the manifest too" if device == "cpu" else "the CPU reference of this host differs from the manifest too"}
     if [(t.shape, t.dtype) for t in y] != [(t.shape, t.dtype) for t in expected]:
         return {"note": f"shapes or dtypes differ: {[tuple(t.shape) for t in y]}, and the manifest's are {[tuple(t.shape) for t in expected]}"}
     found = [_compared(a, b) for a, b in zip(y, expected, strict=True)]

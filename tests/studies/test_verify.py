@@ -204,6 +204,23 @@ def test_the_distance_of_a_wrong_gpu_result_is_counted_against_the_reference_her
     assert verify_cells.distance(q, y, inputs, "cuda:0") == {"differing": 1, "max_ulp": 3}
 
 
+def test_where_one_engine_of_the_cpu_is_wrong_the_other_tells_by_how_much(small):
+    def off_by_two(x, w):
+        y = OPERATORS["linear"].cpu(x, w)
+        y.view(torch.int32)[0, 0] += 2
+        return y
+
+    small.operators["linear"] = replace(small["linear"], cpu=off_by_two)
+    record, = (r for r in ask(small).records["golden"] if not r["equal"])
+    assert (record["operator"], record["differing"], record["max_ulp"]) == ("linear", 1, 2)
+
+
+@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.second])
+def test_both_cpu_engines_give_the_golden_bits(name):
+    for q in (q for q in read().questions if q.operator == name):
+        assert golden.joined(golden.outputs(OPERATORS[name], OPERATORS[name].inputs(q.seed, **q.params), q.params, second=True)) == q.output_digest, q.case
+
+
 def test_an_operator_that_raises_costs_itself_alone(small):
     def broken(x):
         raise RuntimeError("out of resource: shared memory")
