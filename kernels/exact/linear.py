@@ -18,11 +18,12 @@ from kernels.exact.decode import DecodeSchedule, PackedWeight, decode_fma, pack_
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 from kernels.exact.order import CHUNK, chunks, span_count
 from kernels.exact.prefill import PrefillSchedule, prefill_fma
+from kernels.exact.prefill_tiled import TiledSchedule, prefill_tiled
 
 __all__ = ["DECODE_TOKENS", "Schedule", "check_operands", "combine", "linear_fma", "linear_fma_ref", "products_are_exact"]
 
-Schedule = DecodeSchedule | PrefillSchedule
-DECODE_TOKENS = 16  # up to here the decode kernel, above it the prefill kernel
+Schedule = DecodeSchedule | PrefillSchedule | TiledSchedule
+DECODE_TOKENS = 16  # up to here the decode kernel, above it a prefill kernel
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MANTISSA_BITS = {torch.bfloat16: 7, torch.float16: 10}
@@ -48,9 +49,11 @@ def linear_fma(x_MK: torch.Tensor, w: PackedWeight | torch.Tensor, *, schedule: 
         w = pack_weight(w)
     if x_MK.ndim != 2 or x_MK.shape[1] != w.k or x_MK.dtype not in DTYPES or w.dtype not in DTYPES:
         raise ValueError(f"need x_MK with K = {w.k}, operands bf16, fp16 or fp32; got {tuple(x_MK.shape)=} {x_MK.dtype=} {w.dtype=}; flatten or cast")
-    if isinstance(schedule, PrefillSchedule) or (schedule is None and x_MK.shape[0] > DECODE_TOKENS):
+    if isinstance(schedule, DecodeSchedule) or (schedule is None and x_MK.shape[0] <= DECODE_TOKENS):
+        return decode_fma(x_MK, w, schedule, out)
+    if isinstance(schedule, PrefillSchedule) or torch.version.hip is not None:
         return prefill_fma(x_MK, w, schedule, out)
-    return decode_fma(x_MK, w, schedule, out)
+    return prefill_tiled(x_MK, w, schedule, out)
 
 
 def linear_fma_ref(x_MK: torch.Tensor, w_NK: torch.Tensor, *, engine: str = "auto", spans: int | None = None) -> torch.Tensor:
