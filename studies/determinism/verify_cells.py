@@ -8,6 +8,7 @@ kernel binary that was launched. Digests are compared again by whoever reads the
 
 from __future__ import annotations
 
+import time
 import traceback
 from typing import Any
 
@@ -27,10 +28,12 @@ def verify(ctx: Context, *, device: str, questions: str) -> Result:
         raise ManifestError(f"the manifest changed since the run began: {manifest.digest[:12]} is not {questions[:12]}; run again")
     check_versions(manifest, VERSIONS)
     check_operators(manifest, OPERATORS)
-    if device == "cpu":
-        records, kernels = [asked(q, "cpu") for q in manifest.questions], []
-    else:
-        records, kernels = _recorded(manifest, ctx.device)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the tensors are small: more threads would only wait for each other on a busy machine
+    try:
+        records, kernels = _recorded(manifest, ctx.device) if device == "cuda" else ([asked(q, "cpu") for q in manifest.questions], [])
+    finally:
+        torch.set_num_threads(before)
     return Result(records={"golden": records, "kernels": kernels}, facts={"questions": questions}, metrics=_summary(records))
 
 
@@ -52,12 +55,13 @@ def asked(q: Question, device: str) -> dict[str, Any]:
         raise ManifestError(f"the inputs of {q.name!r} are not the manifest's ({found[:12]}, it states {q.input_digest[:12]}): the Philox generator is broken here, "
                             "or the manifest is of other code; run tests/kernels/test_exact_elementwise.py")
     record = {"operator": q.operator, "case": q.case, "family": q.family, "input_digest": found, "output_digest": "", "equal": False, "error": ""}
+    start = time.monotonic()
     try:
         y = outputs(operator, inputs, q.params, device)
     except Exception as error:  # an operator that does not run here is a result, and the others still have one
         traceback.print_exc()
         return record | {"error": f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]}
-    record |= {"output_digest": joined(y), "elements": sum(t.numel() for t in y)}
+    record |= {"output_digest": joined(y), "elements": sum(t.numel() for t in y), "seconds": round(time.monotonic() - start, 3)}
     record["equal"] = record["output_digest"] == q.output_digest
     return record if record["equal"] else record | distance(q, y, inputs, device)
 
