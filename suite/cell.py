@@ -27,7 +27,7 @@ class Needs:
 
     device: str = "cpu"  # "cpu" or "cuda"
     gpus: int = 0  # number of GPUs; a cuda cell needs at least one
-    gpu_model: str | None = None  # a part of the device's name, e.g. "H200"
+    gpu_model: str | None = None  # whole words of the device's name, e.g. "H200"
     ranks: int = 1  # processes; above 1 the worker starts them with torchrun
     memory_gib: float = 0.0  # host memory
     gpu_memory_gib: float = 0.0
@@ -95,6 +95,11 @@ class Cell:
 
     def __reduce__(self):  # MappingProxyType does not pickle; executors may need to
         return _rebuild, ({**self.__dict__, "params": dict(self.params), "inputs": dict(self.inputs)},)
+
+
+def is_model(wanted: str, name: str) -> bool:
+    """Whether a device's name has `wanted` in it as whole words, whatever their case: "H200" is in "NVIDIA H200", not in "NVIDIA GH200"."""
+    return re.search(rf"(?<![A-Za-z0-9]){re.escape(wanted)}(?![A-Za-z0-9])", name, re.IGNORECASE) is not None
 
 
 def _rebuild(fields: dict[str, Any]) -> Cell:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from suite.bundle import load_arrays, load_record
+from suite.cell import is_model
 from suite.measure import weakest
 
 CONFIDENCE = 0.95  # of a claim alone, and of a study's claims together
@@ -83,12 +84,12 @@ class View:
     plan_cells: tuple = ()  # the planned Cells, in order
 
     def rows(self, *, where: Mapping[str, Any] | None = None, device: str | None = None, measure: str | None = None) -> list[Row]:
-        """OK rows whose params hold `where`, whose device model contains `device`, whose measure ends in `measure`."""
+        """OK rows whose params hold `where`, whose device model has the words `device`, whose measure ends in `measure`."""
         out = []
         for row in self.rows_:
             if where and any(row.params.get(k) != v for k, v in where.items()):
                 continue
-            if device is not None and device not in row.device:
+            if device and not is_model(device, row.device):
                 continue
             if measure is not None and not row.measure.endswith(f":{measure}"):
                 continue
@@ -126,7 +127,7 @@ class Claim:
     unit: str = ""
     direction: str = "higher"  # "higher" or "lower" is better
     margin: float = 0.05
-    device: str = "H200"  # reference device model (substring); "" for any
+    device: str = "H200"  # reference device model (whole words of its name); "" for any
     smallest_n: int = 1
     source: str = ""  # where the target is from
     command: str = ""
@@ -176,7 +177,9 @@ def kind_of(rows: Sequence[Row]) -> str:
 
 
 def make_view(rows: Iterable[Row], plan_points: Mapping[str, str], code_digests: Mapping[str, str], plan_cells: Sequence = ()) -> View:
-    """The rows that count: of each (point, device model) one OK row, the newest with today's code, else the newest, marked stale.
+    """The rows that count: of each (point, device model) one OK row with today's code, else one of older code, marked stale.
+
+    Of several, ours comes before a published one and that before an ingested one; of one origin the newest counts.
 
     plan_points: point -> plan state. code_digests: measure module -> today's digest; a module that is not in it is gone,
     and its rows are stale. Of rows with one label on one device, those of planned points win: another preset may use the
@@ -199,17 +202,21 @@ def make_view(rows: Iterable[Row], plan_points: Mapping[str, str], code_digests:
     return View(study=study, rows_=tuple(used), planned=dict(plan_points), plan_cells=tuple(plan_cells))
 
 
+_ORIGINS = ("here", "published")  # most trusted first; a stranger's clock may say anything, so origin comes before time
+
+
 def _rank(row: Row) -> tuple:
     moment = datetime.fromisoformat(row.started_at)
-    return not row.stale, moment if moment.tzinfo else moment.replace(tzinfo=UTC), row.bundle_id  # the id makes the choice independent of the order of ingest
+    trust = -_ORIGINS.index(row.origin) if row.origin in _ORIGINS else -len(_ORIGINS)
+    return not row.stale, trust, moment if moment.tzinfo else moment.replace(tzinfo=UTC), row.bundle_id  # the id makes the choice independent of the order of ingest
 
 
 def _for_reference(view: View, device: str) -> View:
     """Without rows of other device models at points that the reference device has answered too."""
     if not device:
         return view
-    answered = {r.point for r in view.rows_ if device in r.device}
-    return replace(view, rows_=tuple(r for r in view.rows_ if device in r.device or r.point not in answered))
+    answered = {r.point for r in view.rows_ if is_model(device, r.device)}
+    return replace(view, rows_=tuple(r for r in view.rows_ if is_model(device, r.device) or r.point not in answered))
 
 
 # ---------------------------------------------------------------------------------------------- the verdicts
@@ -236,7 +243,7 @@ def _find(claim: Claim, view: View) -> tuple[Finding | None, tuple[str, ...]]:
     if finding is None:
         return None, ()
     used = {r.device for r in finding.rows}
-    if not any(claim.device in name for name in used):
+    if claim.device and not any(is_model(claim.device, name) for name in used):
         return None, tuple(sorted(used))
     points = {r.point for r in finding.rows}
     return finding, tuple(sorted({r.device for r in view.rows_ if r.point in points} - used))

@@ -1,6 +1,6 @@
 """Driver: runs a plan. It hands cells to an executor, stores what dead workers could not, and feeds the tracker.
 
-    report = run_plan(plan, executor=executor, store=store, tracker=tracker, ...)
+    report = run_plan(plan, executor=executor, store=store, conditions=conditions, ingest=feed)
 
 One driver a store (its lock names the holder). The tracker is fed behind the measuring and waits while
 an exclusive cell runs. It decides order and retries; it knows neither studies nor how a cell is run.
@@ -19,8 +19,7 @@ from suite import identity
 from suite.bundle import Bundle, BundleStore, read_bundle
 from suite.executors._base import Done, Executor
 from suite.job import Job
-from suite.machine import Machine
-from suite.plan import DONE, TO_RUN, Entry, Plan
+from suite.plan import DONE, TO_RUN, Entry, Plan, last_line
 from suite.worker import draft
 
 PAUSED, FAILED, TIMED_OUT = "PAUSED", "FAILED", "TIMED OUT"
@@ -60,8 +59,7 @@ class RunReport:
 class Conditions:
     """What a bundle says of where and from what it was made."""
 
-    machine: Machine
-    environment: Callable[[str], dict]
+    environment: Callable[..., dict]  # suite.machine.environment
     commit: str
     dirty: bool
 
@@ -96,6 +94,8 @@ class Driver:
             self._feed_tracker()
             self.listener(self.progress)
         self._feed_tracker(all_of_it=True)
+        for point in [p for p, s in self.states.items() if s == TO_RUN and not self._past_stop()]:
+            self.reasons[point] = self.reasons[point] or "no worker of this run offers what it needs"
         left = any(s in (TO_RUN, PAUSED) for s in self.states.values())
         return RunReport(states=self.states, added=self.added, reasons=self.reasons, answers=self.answers, tracking_error=self.tracking_error, stopped=left and self._past_stop())
 
@@ -146,7 +146,11 @@ class Driver:
         cell = entry.cell
         return Job(cell=entry.describe(), point=cell.point, key=entry.key, code=entry.code, modules=tuple(sorted(identity.reached_modules(cell.module, identity.ROOT))),
                    store=str(self.store.root), inputs={role: str(self.paths[c.point]) for role, c in cell.inputs.items()}, stop_at=self.stop_at,
-                   environment=self.conditions.environment(cell.needs.device), commit=self.conditions.commit, dirty=self.conditions.dirty)
+                   environment=self._environment(entry), commit=self.conditions.commit, dirty=self.conditions.dirty)
+
+    def _environment(self, entry: Entry) -> dict:
+        on_gpu = entry.cell.needs.device == "cuda"
+        return self.conditions.environment(entry.cell.needs.device, gpu_model=entry.device_model) if on_gpu else self.conditions.environment("cpu")
 
     # ------------------------------------------------------------ finishing
 
@@ -184,7 +188,7 @@ class Driver:
             self.progress.paused += 1
         else:
             self.progress.failed += 1
-            self.reasons[point] = bundle.data["error"].strip().splitlines()[-1] if bundle.data["error"].strip() else bundle.status
+            self.reasons[point] = last_line(bundle.data["error"]) or bundle.status
             self.progress.messages.append(f"{entry.cell.label}: {bundle.status}: {self.reasons[point]}")
         if done.message and bundle.status == "OK":
             self.progress.messages.append(f"{entry.cell.label}: {done.message}")

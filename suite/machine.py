@@ -20,13 +20,13 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from suite._state import flushes_subnormals
-from suite.cell import Needs
+from suite.cell import Needs, is_model
 from suite.identity import ROOT, sha256_json
 from suite.text import masked
 
@@ -76,19 +76,43 @@ def this_machine() -> Machine:
                    python=platform.python_version(), torch=_torch_version(), triton=_version("triton"), numpy=_version("numpy"), os=_os_name())
 
 
-def environment(device: str, machine: Machine | None = None) -> dict[str, Any]:
-    """What a bundle says of where it was made: an allow-list of models and versions."""
+def environment(device: str, machine: Machine | None = None, *, gpu_model: str = "") -> dict[str, Any]:
+    """What a bundle says of where it was made: an allow-list of models and versions. `gpu_model`: the GPU's that ran it, else the first one's."""
     m = machine or this_machine()
-    gpu = m.gpus[0].name if device == "cuda" and m.gpus else ""
+    gpu = gpu_model or m.gpus[0].name if device == "cuda" and m.gpus else ""
     return {"device_model": gpu or m.cpu_model, "cpu_model": m.cpu_model, "gpu_model": gpu, "driver": m.driver if gpu else "", "python": m.python,
             "torch": m.torch, "triton": m.triton, "numpy": m.numpy, "cores": m.cores, "machine": m.id, "os": m.os}
 
 
 def versions(device: str, machine: Machine | None = None) -> dict[str, str]:
-    """The versions that enter a key: public parts of torch and triton, and the driver for a GPU cell."""
+    """The versions that enter a key: torch with its build ("2.11.0+cu130"), triton, numpy, and the driver for a GPU cell."""
     m = machine or this_machine()
-    out = {"torch": m.torch.partition("+")[0], "triton": m.triton.partition("+")[0]}
+    out = {"torch": m.torch, "triton": m.triton.partition("+")[0], "numpy": m.numpy}
     return {**out, "driver": m.driver} if device == "cuda" else out
+
+
+def gpus_for(needs: Needs, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """The GPUs that a cell may run on: all of one model, the first that has enough of them. () where none has, and for a CPU cell."""
+    if needs.device != "cuda":
+        return ()
+    fitting = [g for g in gpus if (needs.gpu_model is None or is_model(needs.gpu_model, g.name)) and g.memory_gib >= needs.gpu_memory_gib]
+    for model in dict.fromkeys(g.name for g in fitting):
+        same = tuple(g for g in fitting if g.name == model)
+        if len(same) >= needs.gpus:
+            return same
+    return ()
+
+
+def gpus_wanted(needs: Iterable[Needs], machine: Machine) -> tuple[int, ...]:
+    """Indices of the fewest GPUs that let each of these cells run, one after another, in nvidia-smi's order of the machine."""
+    wanted = {g.index for n in needs for g in gpus_for(n, machine.gpus)[: n.gpus]}
+    return tuple(g.index for g in machine.gpus if g.index in wanted)
+
+
+def device_model(needs: Needs, machine: Machine) -> str:
+    """The model of the device that a cell with these needs runs on here, or would if it could."""
+    chosen = gpus_for(needs, machine.gpus) or machine.gpus
+    return chosen[0].name if needs.device == "cuda" and chosen else machine.cpu_model
 
 
 def short_model(name: str) -> str:
@@ -103,13 +127,15 @@ def refusal(needs: Needs, machine: Machine) -> str | None:
             return "it needs a CUDA device, and this machine has none"
         if not machine.torch or machine.torch.endswith("+cpu"):
             return f"it needs a CUDA device, and torch {machine.torch or '(absent)'} cannot use one; install a CUDA build"
-        fitting = [g for g in machine.gpus if needs.gpu_model is None or needs.gpu_model.lower() in g.name.lower()]
+        fitting = [g for g in machine.gpus if needs.gpu_model is None or is_model(needs.gpu_model, g.name)]
         if not fitting:
             return f"it wants a GPU of model {needs.gpu_model}, and this machine has {_gpu_names(machine)}"
         if len(fitting) < needs.gpus:
             return f"it wants {needs.gpus} GPUs, and this machine has {len(fitting)}"
         if sum(g.memory_gib >= needs.gpu_memory_gib for g in fitting) < needs.gpus:
             return f"it wants {needs.gpu_memory_gib:g} GiB of GPU memory, and this machine has {max(g.memory_gib for g in fitting):.1f} GiB"
+        if not gpus_for(needs, machine.gpus):
+            return f"it wants {needs.gpus} GPUs of one model, and this machine has {_gpu_names(machine)}"
     if needs.memory_gib > machine.memory_gib:
         return f"it wants {needs.memory_gib:g} GiB of memory, and this machine has {machine.memory_gib:.1f} GiB"
     missing = [p for p in needs.packages if importlib.util.find_spec(p) is None]
@@ -258,7 +284,7 @@ def _gpu_cells(machine: Machine) -> list[Finding]:
         return [("GPU cells", False, f"UNAVAILABLE: {why.removeprefix('it needs a CUDA device, and ')}")]
     found: list[Finding] = [("GPU cells", True, f"{len(machine.gpus)} x {_gpu_names(machine)}, driver {machine.driver}")]
     if len({g.name for g in machine.gpus}) > 1:
-        found.append(("mixed GPUs", None, "keys name the first GPU's model; set CUDA_VISIBLE_DEVICES to GPUs of one model"))
+        found.append(("mixed GPUs", None, "a cell that names no model runs on the first that has enough GPUs; set CUDA_VISIBLE_DEVICES to choose another"))
     return found
 
 

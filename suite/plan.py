@@ -1,6 +1,6 @@
 """Plan: the ordered graph of a preset's cells, and what is already done.
 
-    plan = make_plan(study, cells, store=store, machine=this_machine())
+    plan = make_plan("demo", "smoke", cells, bundles=store.load_all()[0], machine=this_machine(), versions=versions, asset_sha256=sha256_of)
     [entry.state for entry in plan.entries]     # DONE, TO RUN, FAILED, BLOCKED, UNAVAILABLE
 
 Keys are known before anything runs: an input enters by its key, not by its content.
@@ -17,7 +17,7 @@ from typing import Any
 from suite import identity
 from suite.bundle import Bundle, origin_of
 from suite.cell import Cell
-from suite.machine import Machine, refusal
+from suite.machine import Machine, device_model, refusal
 
 DONE, TO_RUN, FAILED, BLOCKED, UNAVAILABLE = "DONE", "TO RUN", "FAILED", "BLOCKED", "UNAVAILABLE"
 
@@ -34,6 +34,7 @@ class Entry:
     state: str
     reason: str = ""
     bundle: Bundle | None = None
+    device_model: str = ""  # of the device that runs it here
 
     def describe(self) -> dict[str, Any]:
         """The cell as bundle.json stores it."""
@@ -102,9 +103,9 @@ def make_plan(study: str, preset: str, cells: Sequence[Cell], *, bundles: Sequen
     for cell in chosen:
         input_keys = {role: keyed[c.point].key for role, c in cell.inputs.items()}
         assets = {name: asset_sha256(name) for name in cell.assets}
-        model = machine.gpus[0].name if cell.needs.device == "cuda" and machine.gpus else machine.cpu_model
+        model = device_model(cell.needs, machine)
         k = identity.key(point=cell.point, code=code[cell.module], input_keys=input_keys, assets=assets, versions=versions(cell.needs.device), device_model=model)
-        entry = Entry(cell=cell, key=k, code=code[cell.module], input_keys=input_keys, assets=assets, state=TO_RUN)
+        entry = Entry(cell=cell, key=k, code=code[cell.module], input_keys=input_keys, assets=assets, state=TO_RUN, device_model=model)
         keyed[cell.point] = _with_state(entry, keyed, ours, foreign if options.reuse else {}, machine, options)
     return Plan(study=study, preset=preset, entries=tuple(keyed.values()))
 
@@ -138,11 +139,12 @@ def _with_state(entry: Entry, keyed: Mapping[str, Entry], ours: Mapping[str, Bun
     if why:
         return replace(entry, state=UNAVAILABLE, reason=why)
     if found is not None and found.status in ("FAILED", "TIMED OUT") and options.keep_failed:
-        return replace(entry, state=FAILED, bundle=found, reason=first_line(found.data["error"]))
+        return replace(entry, state=FAILED, bundle=found, reason=last_line(found.data["error"]))
     return entry
 
 
-def first_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Where a traceback says what went wrong."""
     return text.strip().splitlines()[-1] if text.strip() else ""
 
 

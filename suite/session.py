@@ -64,7 +64,7 @@ class Session:
 
     def conditions(self) -> Conditions:
         sha, dirty = commit(identity.ROOT)
-        return Conditions(machine=self.machine, environment=environment, commit=sha, dirty=dirty)
+        return Conditions(environment=environment, commit=sha, dirty=dirty)
 
     def preset(self, study: Study, preset: str | None) -> tuple[str, str]:
         """The preset to use and why: the user's, else the best that this machine can measure."""

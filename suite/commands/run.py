@@ -19,6 +19,7 @@ from suite.commands.look import print_table
 from suite.commands.store import print_judged, take_in
 from suite.driver import RunReport, run_plan
 from suite.executors.local import LocalExecutor
+from suite.machine import gpus_wanted
 from suite.progress import Display
 from suite.session import Session
 from suite.sources import sources_for
@@ -85,11 +86,15 @@ def _refuse_shared_timing(plan: planning.Plan, jobs: int) -> None:
 
 def _measure(args, study: Study, session: Session, plan: planning.Plan, feed: Feed, bundles: list[Bundle]) -> RunReport:
     stop_at = None if args.stop_after is None else time.time() + args.stop_after
-    sources = sources_for(study.searches(load_config(study, plan.preset)), entries_of=lambda cell: session.entries(study, cell, bundles), storage_dir=session.state_dir / "searches")
+    searches = study.searches(load_config(study, plan.preset))
+    sources = sources_for(searches, entries_of=lambda cell: session.entries(study, cell, bundles), storage_dir=session.state_dir / "searches")
     to_run = [e for e in plan.entries if e.state == planning.TO_RUN]
-    gpus = tuple(g.index for g in session.machine.gpus[: max((e.cell.needs.gpus for e in to_run), default=0)])
+    asked = planning.ordered([s.make_cell(s.corner()) for s in searches if s.make_cell is not None])
+    gpus = gpus_wanted([c.needs for c in (*(e.cell for e in to_run), *asked)], session.machine)
     display = Display(status_path=session.state_dir / "status.json", expected_s=expected_s(to_run, bundles), study=study.name)
     with LocalExecutor(gpus=gpus, jobs=args.jobs, wait_s=args.wait) as executor, display:
+        if executor.left_out:
+            print(f"workers start without {', '.join(map(clean, executor.left_out))} of your environment: they steer numbers or times, and no bundle would say so", flush=True)
         return run_plan(plan, executor=executor, store=session.store, conditions=session.conditions(), ingest=feed.ingest if feed.tracker else None,
                         listener=display.update, stop_at=stop_at, sources=sources)
 
@@ -153,7 +158,8 @@ def _conclude(args, study: Study, session: Session, plan: planning.Plan, report:
     failed = [p for p, s in report.states.items() if s in ("FAILED", "TIMED OUT", "BLOCKED")]
     print("done  " + ", ".join(f"{list(report.states.values()).count(s)} {s}" for s in sorted(set(report.states.values()))))
     labels = {e.cell.point: e.cell.label for e in plan.entries}
-    for state in ("FAILED", "TIMED OUT", "BLOCKED", "UNAVAILABLE"):
+    left = [] if report.stopped else [p for p, s in report.states.items() if s == planning.TO_RUN]
+    for state in ("FAILED", "TIMED OUT", "BLOCKED", "UNAVAILABLE", *([planning.TO_RUN] if left else [])):
         shown = [(clean(labels.get(p, p[:12])), clean(report.reasons[p])) for p, s in report.states.items() if s == state]
         if shown:
             print_table(state, ("cell", "why"), shown)
@@ -169,7 +175,7 @@ def _conclude(args, study: Study, session: Session, plan: planning.Plan, report:
     if report.stopped or "PAUSED" in report.states.values():
         print("stopped at a checkpoint; run the same command again to go on")
         return cli.EXIT_PAUSED
-    return cli.EXIT_FAILED if failed or problems else 0
+    return cli.EXIT_FAILED if failed or problems or left else 0
 
 
 def _archive(file: str, store: BundleStore) -> None:

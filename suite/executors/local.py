@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -22,9 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from suite import locks
+from suite.cell import Needs
 from suite.executors._base import Done
+from suite.executors._environment import worker_environment
 from suite.identity import ROOT
 from suite.job import Job
+from suite.machine import Gpu, Machine, gpus_for, this_machine
 
 
 @dataclass
@@ -41,20 +45,26 @@ class _Slot:
     started: float = 0.0
     used: bool = False
     replicate: int = 0
-    gpu_index: str = ""  # as nvidia-smi counts
+    gpu: Gpu | None = None
 
 
 class LocalExecutor:
-    """See the module's docstring. Takes the device locks at construction; raises locks.Held."""
+    """See the module's docstring. Takes the device locks at construction; raises locks.Held.
 
-    def __init__(self, *, gpus: tuple[int, ...] = (), jobs: int = 1, wait_s: float = 0.0, cores: int | None = None):
+    gpus: indices as nvidia-smi counts; a cell gets those of one model that fits it. One that `machine` does not list serves cells that name no model.
+    left_out: names of environment variables that workers do not inherit.
+    """
+
+    def __init__(self, *, gpus: tuple[int, ...] = (), jobs: int = 1, wait_s: float = 0.0, cores: int | None = None, machine: Machine | None = None):
         if jobs < 1:
             raise ValueError(f"at least one CPU worker is needed, got jobs={jobs}")
-        self._threads = max(1, (cores or os.cpu_count() or 1) // jobs)
+        self._environment, self.left_out = worker_environment(os.environ, threads=max(1, (cores or len(os.sched_getaffinity(0))) // jobs))
         self._selector = selectors.DefaultSelector()
         self._locks = self._take_locks(gpus, wait_s)
         self._slots = [_Slot(name=f"cpu{i}", device="cpu", lock_fd=self._locks[0]) for i in range(jobs)]
-        self._slots += [_Slot(name=f"cuda{i}", device="cuda", lock_fd=fd, gpu_index=str(i)) for i, fd in zip(gpus, self._locks[1:], strict=True)]
+        known = {g.index: g for g in (machine or this_machine()).gpus} if gpus else {}
+        unknown = {i: Gpu(index=i, name="", memory_gib=math.inf) for i in gpus}
+        self._slots += [_Slot(name=f"cuda{i}", device="cuda", lock_fd=fd, gpu={**unknown, **known}[i]) for i, fd in zip(gpus, self._locks[1:], strict=True)]
 
     def _take_locks(self, gpus: tuple[int, ...], wait_s: float) -> list[int]:
         taken: list[int] = []
@@ -81,10 +91,10 @@ class LocalExecutor:
             return False
         if any(s.job and s.job.needs["exclusive"] for s in busy):
             return False
-        return len(self._free(needs["device"])) >= max(1, needs["gpus"])
+        return len(self._free(needs)) >= max(1, needs["gpus"])
 
     def start(self, job: Job) -> None:
-        free = self._free(job.needs["device"])
+        free = self._free(job.needs)
         slot, lent = free[0], free[1 : max(1, job.needs["gpus"])]
         if slot.process is not None and (slot.process.poll() is not None or lent or (slot.used and self._needs_new_process(slot, job))):
             self._stop(slot)
@@ -115,8 +125,10 @@ class LocalExecutor:
 
     # ------------------------------------------------------------ inside
 
-    def _free(self, device: str) -> list[_Slot]:
-        return [s for s in self._slots if s.device == device and s.job is None and s.lent_to is None]
+    def _free(self, needs: Mapping[str, Any]) -> list[_Slot]:
+        """Idle slots of the device; for a GPU cell those of the model that fits it, by the rule that gave it its key."""
+        fitting = {g.index for g in gpus_for(Needs.from_json(needs), [s.gpu for s in self._slots if s.gpu])}
+        return [s for s in self._slots if s.device == needs["device"] and s.job is None and s.lent_to is None and (s.gpu is None or s.gpu.index in fitting)]
 
     @staticmethod
     def _needs_new_process(slot: _Slot, job: Job) -> bool:
@@ -125,10 +137,10 @@ class LocalExecutor:
 
     def _spawn(self, slot: _Slot, group: list[_Slot]) -> None:
         read_fd, write_fd = os.pipe()
-        env = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(self._threads), "TRITON_DISABLE_LINE_INFO": "1", "PYTHONPATH": str(ROOT)}
+        env = dict(self._environment)
         if slot.device == "cuda":
             env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the order in which nvidia-smi, and so suite.machine, counts
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(s.gpu_index for s in group)
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(s.gpu.index) for s in group)
         command = [sys.executable, "-m", "suite.worker", "--device", slot.device, "--reply-fd", str(write_fd), "--parent", str(os.getpid())]
         slot.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True, env=env,
                                         cwd=ROOT, start_new_session=True, pass_fds=(write_fd, *{s.lock_fd for s in group}))

@@ -16,6 +16,7 @@ from suite.cell import Cell, Needs
 from suite.executors.local import LocalExecutor
 from suite.job import Job
 from suite.locks import Held
+from suite.machine import Gpu, Machine
 
 EXECUTORS = {"local": LocalExecutor}
 WAIT_S = 90.0  # for one cell on a loaded machine
@@ -190,6 +191,44 @@ UNSTORABLE = {
     "metric is text": "a metric is a number", "metric is huge": "a metric is a number", "metric is an array": "a metric is a number", "header over its limit": "over 4194304 bytes",
     "long record name": "not plain",
 }  # fmt: skip
+
+
+def test_workers_do_not_inherit_what_steers_numbers_and_keep_the_users_python_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUITE_LOCK_DIR", str(tmp_path / "locks"))
+    steering = {"TRITON_INTERPRET": "1", "NVIDIA_TF32_OVERRIDE": "1", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUDA_LAUNCH_BLOCKING": "1",
+                "PYTORCH_TUNABLEOP_ENABLED": "1"}  # fmt: skip
+    kept = {"TRITON_CACHE_DIR": "/tmp/x", "SUITE_DATA": "/tmp/data"}
+    for name, value in {**steering, **kept, "MLFLOW_TRACKING_URI": "http://me:pw@host", "PYTHONPATH": f"/opt/one:{identity.ROOT}:/opt/two"}.items():
+        monkeypatch.setenv(name, value)
+    with LocalExecutor() as executor:
+        assert set(steering) <= set(executor.left_out) and not {*kept, "MLFLOW_TRACKING_URI", "PYTHONPATH"} & set(executor.left_out)
+        (done,) = finish(executor, job(tmp_path, "inherited", names=[*steering, *kept, "MLFLOW_TRACKING_URI", "PYTHONPATH"]))
+    facts = read_bundle(Path(done.path)).facts
+    assert facts == {**kept, "PYTHONPATH": f"{identity.ROOT}:/opt/one:/opt/two"}
+
+
+def test_workers_use_the_cores_that_the_driver_may_use(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUITE_LOCK_DIR", str(tmp_path / "locks"))
+    mine = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        with LocalExecutor() as executor:
+            (done,) = finish(executor, job(tmp_path, "inherited", names=["OMP_NUM_THREADS"]))
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert read_bundle(Path(done.path)).facts == {"OMP_NUM_THREADS": "1"}
+
+
+def test_on_a_mixed_host_a_cell_gets_gpus_of_the_model_that_fits_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUITE_LOCK_DIR", str(tmp_path / "locks"))
+    gpus = tuple(Gpu(index=i, name=name, memory_gib=gib) for i, (name, gib) in enumerate([("NVIDIA A100", 40.0), ("NVIDIA H200", 139.0), ("NVIDIA H200", 139.0)]))
+    mixed = Machine(cpu_model="a cpu", cores=2, memory_gib=8.0, gpus=gpus)
+    asked = {"0": Needs(device="cuda"), "1": Needs(device="cuda", gpu_model="H200"), "1,2": Needs(device="cuda", gpus=2)}
+    with LocalExecutor(gpus=(0, 1, 2), machine=mixed) as executor:
+        for devices, needs in asked.items():
+            (done,) = finish(executor, job(tmp_path, "visible_devices", needs))
+            assert read_bundle(Path(done.path)).facts["devices"] == devices
+        assert not executor.can_start(Needs(device="cuda", gpu_model="B200").to_json()) and not executor.can_start(Needs(device="cuda", gpus=3).to_json())
 
 
 def test_a_result_that_no_bundle_can_hold_is_a_failed_bundle_with_one_line_and_costs_no_worker(executor, tmp_path):

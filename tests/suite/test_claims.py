@@ -102,6 +102,30 @@ def test_not_measured_here_is_only_where_no_run_exists():
     assert (judged.verdict, judged.value, judged.bar_met, judged.n, judged.machine, judged.kind) == (NOT_MEASURED, None, None, 0, "", "")
 
 
+@pytest.mark.parametrize("rival", ["ingested", "published"])
+@pytest.mark.parametrize("year", [1999, 2999])
+def test_our_own_row_counts_whatever_time_a_foreign_one_claims(rival, year):
+    ours, theirs = row(started_at="2026-01-01T00:00:00+00:00"), row(origin=rival, started_at=f"{year}-01-01T00:00:00+00:00")
+    for rows in ((ours, theirs), (theirs, ours)):
+        assert [r.origin for r in view_of(*rows).rows()] == ["here"]
+
+
+def test_a_published_row_counts_before_an_ingested_one_and_todays_code_before_both():
+    published, ingested = row(origin="published", started_at="2026-01-01T00:00:00+00:00"), row(origin="ingested", started_at="2999-01-01T00:00:00+00:00")
+    assert [r.origin for r in view_of(published, ingested).rows()] == ["published"]
+    assert [r.origin for r in view_of(row(code=OLD), ingested).rows()] == ["ingested"]
+    newer = row(origin="ingested", started_at="2999-01-02T00:00:00+00:00")
+    assert [r.started_at[:10] for r in view_of(newer, ingested).rows()] == ["2999-01-02"]
+
+
+def test_a_claim_about_an_h200_takes_no_gh200():
+    judged = judge_one(claim(found(3.0, 3.1, 3.2)), row(device="NVIDIA GH200 480GB"))
+    assert (judged.verdict, judged.others) == (NOT_MEASURED, ("NVIDIA GH200 480GB",))
+    assert judge_one(claim(found(3.0, 3.1, 3.2)), row(device="NVIDIA H200 NVL")).verdict == EXCEEDED
+    both = view_of(row(), row(device="NVIDIA GH200 480GB"))
+    assert [r.device for r in both.rows(device="H200")] == ["NVIDIA H200"] and len(both.rows(device="")) == 2
+
+
 @pytest.mark.parametrize(("value", "direction", "bar", "met"), [(1.5, "higher", 1.5, True), (1.4, "higher", 1.5, False), (1.4, "lower", 1.5, True), (1.6, "lower", 1.5, False), (NAN, "lower", 1.5, False), (1.0, "lower", None, None)])
 def test_the_bar_is_met_by_the_value_whatever_the_verdict(value, direction, bar, met):
     judged = judge_one(claim(found(-INF, value, INF) if not math.isnan(value) else found(value, value, value), direction=direction, bar=bar))

@@ -21,6 +21,7 @@ BASE = Machine(cpu_model="Test CPU 9000", cores=8, memory_gib=16.0, python="3.12
 H200 = Gpu(index=0, name="NVIDIA H200", memory_gib=139.8)
 TWO_H200 = replace(BASE, gpus=(H200, replace(H200, index=1)), driver="580.95.05")
 MIXED = replace(BASE, gpus=(H200, Gpu(index=1, name="NVIDIA A100-SXM4-40GB", memory_gib=39.5)), driver="580.95.05")
+GH200 = Gpu(index=0, name="NVIDIA GH200 480GB", memory_gib=94.0)
 KEYS = {"device_model", "cpu_model", "gpu_model", "driver", "python", "torch", "triton", "numpy", "cores", "machine", "os"}
 
 # ---------------------------------------------------------------- environment and key
@@ -43,14 +44,35 @@ def test_an_environment_names_the_device_that_measured():
     assert on_gpu["machine"] == environment("cpu", TWO_H200)["machine"]  # one machine, whatever measured
 
 
+@pytest.mark.parametrize("needs, indices, model", [
+    (Needs(device="cuda"), (0,), "NVIDIA H200"), (Needs(device="cuda", gpu_model="A100"), (1, 2), "NVIDIA A100-SXM4-40GB"), (Needs(device="cuda", gpus=2), (1, 2), "NVIDIA A100-SXM4-40GB"),
+    (Needs(device="cuda", gpu_memory_gib=100), (0,), "NVIDIA H200"), (Needs(device="cuda", gpu_model="B200"), (), "NVIDIA H200"), (Needs(), (), "Test CPU 9000"),
+])  # fmt: skip
+def test_a_cell_runs_on_gpus_of_one_model_and_its_device_is_named_after_that_one(needs, indices, model):
+    machine = replace(MIXED, gpus=(*MIXED.gpus, replace(MIXED.gpus[1], index=2)))
+    assert tuple(g.index for g in machines.gpus_for(needs, machine.gpus)) == indices and machines.device_model(needs, machine) == model
+    if indices:
+        env = environment("cuda", machine, gpu_model=model)
+        assert env["device_model"] == env["gpu_model"] == model
+
+
+def test_the_gpus_of_a_run_are_the_fewest_that_let_each_cell_run():
+    four = replace(MIXED, gpus=tuple(replace(g, index=i) for i, g in enumerate((MIXED.gpus[1], H200, H200, MIXED.gpus[1]))))
+    asked = [Needs(), Needs(device="cuda"), Needs(device="cuda", gpu_model="H200", gpus=2)]
+    assert machines.gpus_wanted(asked, four) == (0, 1, 2) and machines.gpus_wanted(asked[:1], four) == ()
+    assert machines.gpus_wanted([Needs(device="cuda", gpus=3)], four) == ()
+
+
 @pytest.mark.parametrize("change", [{"cpu_model": "x"}, {"cores": 4}, {"gpus": ()}, {"driver": "1"}, {"python": "3.11.1"}, {"torch": "2.14.0"}, {"triton": ""}, {"numpy": "2.0.0"}, {"os": "x"}])
 def test_a_machine_s_id_follows_each_field_of_the_allow_list(change):
     assert replace(TWO_H200, **change).id != TWO_H200.id and len(TWO_H200.id) == 12
 
 
-def test_a_key_takes_public_versions_and_the_driver_for_cuda_only():
-    assert versions("cpu", TWO_H200) == {"torch": "2.13.0", "triton": "3.6.0"}
-    assert versions("cuda", TWO_H200) == {"torch": "2.13.0", "triton": "3.6.0", "driver": "580.95.05"}
+def test_a_key_takes_torch_with_its_build_triton_numpy_and_the_driver_for_cuda_only():
+    assert versions("cpu", TWO_H200) == {"torch": "2.13.0+cu130", "triton": "3.6.0", "numpy": "2.3.5"}
+    assert versions("cuda", TWO_H200) == {"torch": "2.13.0+cu130", "triton": "3.6.0", "numpy": "2.3.5", "driver": "580.95.05"}
+    for change in ({"numpy": "2.4.0"}, {"torch": "2.13.0+cu126"}):  # either may give other bits
+        assert versions("cpu", replace(TWO_H200, **change)) != versions("cpu", TWO_H200)
     assert environment("cuda", TWO_H200)["torch"] == "2.13.0+cu130"
 
 
@@ -136,6 +158,8 @@ def test_a_tool_that_fails_hangs_or_is_missing_is_no_answer():
         (Needs(device="cuda", gpus=3), TWO_H200, "wants 3 GPUs, and this machine has 2"),
         (Needs(device="cuda", gpus=2, gpu_model="H200"), MIXED, "wants 2 GPUs, and this machine has 1"),
         (Needs(device="cuda", gpu_model="B200"), TWO_H200, "wants a GPU of model B200, and this machine has NVIDIA H200"),
+        (Needs(device="cuda", gpu_model="H200"), replace(BASE, gpus=(GH200,), driver="580"), "wants a GPU of model H200, and this machine has NVIDIA GH200 480GB"),
+        (Needs(device="cuda", gpus=2), MIXED, "wants 2 GPUs of one model, and this machine has NVIDIA A100-SXM4-40GB, NVIDIA H200"),
         (Needs(device="cuda", gpu_memory_gib=160), TWO_H200, "wants 160 GiB of GPU memory, and this machine has 139.8 GiB"),
         (Needs(memory_gib=64), BASE, "wants 64 GiB of memory, and this machine has 16.0 GiB"),
         (Needs(packages=("json", "no_such_package_x")), BASE, "needs the package no_such_package_x, not importable"),

@@ -1,5 +1,6 @@
 """States of a plan: what is done, blocked, unavailable, and in which order cells come."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,14 @@ def test_an_answer_stands_though_a_later_attempt_failed(tmp_path):
 def test_another_torch_or_device_is_another_key(tmp_path):
     bundle = write(BundleStore(tmp_path), plan([cell(1)]).entries[0])
     assert states(plan([cell(1)], bundles=[bundle], torch="2.14.0")) == {"answer 1": "TO RUN"}
+
+
+def test_on_a_mixed_host_a_key_names_the_model_that_runs_the_cell():
+    both = (Gpu(index=0, name="NVIDIA A100", memory_gib=40.0), Gpu(index=1, name="NVIDIA H200", memory_gib=139.0))
+    mixed, gpu = replace(H200, gpus=both), cell(1, needs=Needs(device="cuda", gpu_model="H200"))
+    alone, beside = plan([gpu], machine=H200).entries[0], plan([gpu], machine=mixed).entries[0]
+    assert (beside.state, beside.device_model, beside.key) == ("TO RUN", "NVIDIA H200", alone.key)
+    assert plan([cell(1, needs=Needs(device="cuda"))], machine=mixed).entries[0].device_model == "NVIDIA A100"
 
 
 def test_a_gpu_cell_is_unavailable_without_one_and_so_is_what_reads_it():

@@ -86,7 +86,7 @@ def test_tracking_that_fails_in_mid_run_stops_tracking_and_nothing_else(tmp_path
         taken.append(bundle)
 
     messages: list[str] = []
-    conditions = Conditions(machine=this_machine(), environment=environment, commit="c", dirty=False)
+    conditions = Conditions(environment=environment, commit="c", dirty=False)
     with LocalExecutor() as executor:
         report = run_plan(plan, executor=executor, store=BundleStore(tmp_path / "store"), conditions=conditions, ingest=ingest, listener=lambda p: messages.extend(p.messages))
     assert set(report.states.values()) == {"DONE"} and len(report.added) == 3

@@ -114,5 +114,10 @@ def visible_devices(ctx: Context) -> Result:
     return Result(facts={"devices": os.environ["CUDA_VISIBLE_DEVICES"]})
 
 
+def inherited(ctx: Context, *, names: list[str]) -> Result:
+    """The environment variables of these names that the worker has."""
+    return Result(facts={n: os.environ[n] for n in names if n in os.environ})
+
+
 def on_gpu(ctx: Context) -> Result:
     return Result(metrics={"square": 1.0})

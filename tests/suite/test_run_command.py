@@ -1,0 +1,83 @@
+"""What `suite run` asks of the executor, and what it says where cells are left."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from suite import cli
+from suite.bundle import BundleStore
+from suite.cell import Cell, Needs
+from suite.commands import run as command
+from suite.driver import Conditions, RunReport, run_plan
+from suite.machine import Gpu, Machine
+from suite.plan import Plan, make_plan
+from suite.search import Float, Search
+from suite.session import Session
+from suite.study import Study
+
+H200S = Machine(cpu_model="a cpu", cores=2, memory_gib=8.0, torch="2.11.0+cu130", triton="3.6.0", driver="580",
+                gpus=tuple(Gpu(index=i, name="NVIDIA H200", memory_gib=139.0) for i in range(4)))  # fmt: skip
+
+
+def gpu_cell(params: dict) -> Cell:
+    return Cell(study="toy", measure="tests.toy.cells:objective", params=params, needs=Needs(device="cuda", gpus=2))
+
+
+@pytest.fixture
+def session(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUITE_NO_TRACKING", "1")
+    return Session(state_dir=tmp_path, store=BundleStore(tmp_path), machine=H200S, uri=None)
+
+
+def study(**fields) -> Study:
+    return Study(**{"name": "toy", "title": "t", "summary": "s", "presets": {"smoke": dict}, "cells": lambda config: [], **fields})
+
+
+def test_gpu_cells_of_a_search_get_slots(session, monkeypatch):
+    seen = {}
+
+    class Executor:
+        left_out = ()
+
+        def __init__(self, **fields):
+            seen.update(fields)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+    monkeypatch.setattr(command, "LocalExecutor", Executor)
+    monkeypatch.setattr(command, "run_plan", lambda *a, **k: None)
+    search = Search(name="s", study="toy", space={"x": Float(low=0.0, high=1.0)}, sampler="random", sampler_seed=1, sampler_flags={}, direction="minimize", objective="loss", budget=2, make_cell=gpu_cell)
+    args = SimpleNamespace(stop_after=None, jobs=1, wait=0.0)
+    feed = SimpleNamespace(tracker=None, ingest=None)
+    command._measure(args, study(searches=lambda config: [search]), session, Plan(study="toy", preset="smoke", entries=()), feed, [])
+    assert seen["gpus"] == (0, 1)
+
+
+def test_a_cell_that_no_worker_can_take_is_left_with_a_reason(session):
+    class Nothing:
+        def can_start(self, needs):
+            return False
+
+        def wait(self, timeout_s):
+            return []
+
+    cell = Cell(study="toy", measure="tests.toy.cells:answer", params={"n": 1})
+    plan = make_plan("toy", "smoke", [cell], bundles=[], machine=H200S, versions=lambda d: {}, asset_sha256=str)
+    report = run_plan(plan, executor=Nothing(), store=session.store, conditions=Conditions(environment=lambda d: {}, commit="c", dirty=False))
+    assert report.states == {cell.point: "TO RUN"} and "no worker" in report.reasons[cell.point] and not report.stopped
+
+
+@pytest.mark.parametrize("states, stopped, code", [(["DONE"], False, 0), (["DONE", "TO RUN"], False, cli.EXIT_FAILED), (["DONE", "TO RUN"], True, cli.EXIT_PAUSED), (["UNAVAILABLE"], False, 0), (["BLOCKED"], False, cli.EXIT_FAILED)])
+def test_a_run_that_leaves_cells_to_run_does_not_exit_0(session, states, stopped, code, capsys):
+    points = {f"{i:064x}": s for i, s in enumerate(states)}
+    report = RunReport(states=points, added=[], reasons={p: "because" for p in points}, stopped=stopped)
+    feed = command.Feed(session, study())
+    plan = Plan(study="toy", preset="smoke", entries=())
+    assert command._conclude(SimpleNamespace(archive=None, reuse=False), study(), session, plan, report, [], feed) == code
+    assert ("because" in capsys.readouterr().out) == (code == cli.EXIT_FAILED or "UNAVAILABLE" in states)
