@@ -156,6 +156,16 @@ class Decoder:
             self._graph.replay()
         return self._logits_BV[: self.rows]
 
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forgets all but the first tokens of each row in use; the next `step` names its tokens or repeats the last ones chosen.
+
+        Raises ValueError where a row has fewer tokens than asked for.
+        """
+        if len(lengths) != self.rows or any(not 0 <= new <= old for new, old in zip(lengths, self.lengths, strict=False)):
+            raise ValueError(f"need one length a row, none above the row's own, got {lengths=} {self.lengths[: self.rows]=}; rewind only goes back")
+        self.lengths[: self.rows] = lengths
+        self._start_B[: self.rows] = torch.tensor(lengths, dtype=torch.int32).to(self.model.device)
+
     @torch.no_grad()
     def capture(self, *, full: bool = False) -> None:
         """Captures the step; `step` then replays it. The state stays as it was.
@@ -239,7 +249,7 @@ class Decoder:
             qkv_MN = qkv_MN + layer.qkv_bias_N
         qkv_BTHD = layout.spread(qkv_MN).unflatten(2, (heads + 2 * kv, dim))
         qk_BTHD = ops.rope(qkv_BTHD[:, :, : heads + kv], span.position_BT, self._cos_PD, self._sin_PD, model.family.kv)
-        ops.append(cache, qk_BTHD[:, :, heads:], qkv_BTHD[:, :, heads + kv :].to(model.family.kv), span)
+        ops.append(cache, qk_BTHD[:, :, heads:], qkv_BTHD[:, :, heads + kv :], span)
         o_BTHD = ops.attention(qk_BTHD[:, :, :heads], cache, span, model.family.activations)
         return model.linear(layout.collect(o_BTHD.flatten(2)), layer.o, split_k=model.split_heads)
 

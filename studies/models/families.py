@@ -114,13 +114,6 @@ def _layercast(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     return F.linear(x_MK.float(), w_NK.to(torch.float32))
 
 
-def _serving(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """bf16 in, the fp32 accumulators out: what the exact operators around it read, without a rounding or a launch between."""
-    if x_MK.is_cuda:
-        return torch.mm(x_MK, w_NK.T, out_dtype=torch.float32)
-    return F.linear(x_MK.float(), w_NK.float())
-
-
 def _invariant(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     from studies.models.invariant import linear_invariant
 
@@ -166,7 +159,7 @@ FAMILIES: dict[str, Family] = {
         _integer("integer", "integer b6 (ours)", "b6"),
         _integer("integer-b9", "integer b9 (ours)", "b9"),
         _baseline(name="bf16", title="bf16 GEMM", activations=torch.bfloat16, residual=torch.bfloat16, operators="torch"),
-        _baseline(name="bf16-serving", title="bf16 GEMM, our operators", activations=torch.bfloat16, operators="serving", linear=_serving),
+        _baseline(name="bf16-serving", title="bf16 GEMM, our operators", activations=torch.bfloat16, operators="serving"),
         _baseline(name="batch-invariant", title="batch-invariant bf16", activations=torch.bfloat16, linear=_invariant, needs_gpu=True),
         _wide(name="sgemm", title="fp32 SGEMM", stored=torch.float32),
         _wide(name="tf32", title="TF32 GEMM", stored=torch.float32, precision="tf32"),

@@ -67,11 +67,13 @@ def _exact(*, gpu: bool) -> Operators:
     from kernels.exact import activations, attention, norm, rope
 
     rotate, gate = (rope.rope, activations.swiglu) if gpu else (rope.rope_ref, activations.swiglu_ref)
-    attend, normalise = (attention.attention, norm.rmsnorm) if gpu else (attention.attention_ref, norm.rmsnorm_ref)
+    normalise, add_and_normalise = (norm.rmsnorm, norm.add_rmsnorm) if gpu else (norm.rmsnorm_ref, norm.add_rmsnorm_ref)
+    attend = attention.attention if gpu else attention.attention_ref
 
     def add_norm(h_MK, delta_MK, w_K, eps, dtype):
-        h_MK = h_MK if delta_MK is None else h_MK + delta_MK
-        return h_MK, normalise(h_MK, w_K, eps=eps, out_dtype=dtype)
+        if delta_MK is None:
+            return h_MK, normalise(h_MK, w_K, eps=eps, out_dtype=dtype)
+        return add_and_normalise(h_MK, delta_MK, w_K, eps=eps, out_dtype=dtype)
 
     def swiglu(gate_up_MN, dtype):
         return gate(*gate_up_MN.chunk(2, dim=1), out_dtype=dtype)

@@ -144,8 +144,12 @@ def test_logits_of_a_prefill_and_of_its_steps_are_one_sequence(models):
         for place, length in enumerate((3, 6, 10)):
             if t + 1 == length:
                 assert torch.equal(row, ends[place])
+    decoder.rewind([5])
+    assert torch.equal(decoder.step([text[5]])[0], ends[1]), "a row that was taken back goes on as if it had never been longer"
+    with pytest.raises(ValueError, match="rewind only goes back"):
+        decoder.rewind([7])
     with pytest.raises(ValueError, match="free room"):
-        for _ in range(7):
+        for _ in range(11):
             decoder.step([1])
     assert decoder.lengths == [16, 0, 0]
 

@@ -18,6 +18,7 @@ from studies.models import (
     GOLDEN_CAPTURE_SHA256, LINEARS, LlamaConfig, apply_rope, capture_digest, capture_linear_inputs,
     capture_prompts, forward, golden_token_ids, load_smollm2, rope_tables,
 )  # fmt: skip
+from studies.models.synthetic import philox_weights
 from suite.assets import AssetError
 
 REPO = Path(__file__).parents[2]
@@ -168,8 +169,33 @@ def test_wrong_input_is_a_value_error_that_says_what_was_given(weights, tokens):
 def test_a_config_that_does_not_fit_is_refused(change):
     with pytest.raises(ValueError, match="got "):
         replace(SMOLLM2, **change)
+    with pytest.raises(ValueError, match="an even number of elements"):
+        replace(SMOLLM2, head_size=63)
+    assert replace(SMOLLM2, head_size=128).qkv_rows == (1152, 384, 384)
     with pytest.raises(ValueError, match="must be 'llama'"):
         LlamaConfig.from_gguf({"general.architecture": "gpt2"})
+
+
+def test_biases_and_a_head_of_its_own_agree_with_transformers_qwen2():
+    """Untrained weights at a Qwen2 shape: biases on q, k and v, a head that is not the embedding, fp32 activations."""
+    transformers = pytest.importorskip("transformers", reason="the reference model is a test dependency")
+    c = LlamaConfig(layers=2, hidden=48, intermediate=80, heads=4, kv_heads=2, vocabulary=90, context_tokens=64, rope_base=1e4, rms_eps=1e-6,
+                    qkv_bias=True, tied_head=False)
+    ours = philox_weights(c, seed=5)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        hidden_size=c.hidden, intermediate_size=c.intermediate, num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
+        vocab_size=c.vocabulary, max_position_embeddings=c.context_tokens, rms_norm_eps=c.rms_eps, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base}, attn_implementation="eager",
+    )).float().eval()  # fmt: skip
+    named = {(name if name.startswith("lm_head") else f"model.{name}"): tensor.float() for name, tensor in ours.tensors.items()}
+    model.load_state_dict(named, strict=True)
+    ids = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2]]
+    with torch.no_grad():
+        want = model(torch.tensor(ids)).logits.flatten(0, 1)
+    got = forward(ours, ids, activation_dtype=torch.float32)
+    assert float((got - want).norm() / want.norm()) <= tolerance(c.layers, torch.float32) and torch.equal(got.argmax(1), want.argmax(1))
+    without = replace(ours, tensors={name: torch.zeros_like(t) if name.endswith("bias") else t for name, t in ours.tensors.items()})
+    assert float((forward(without, ids, activation_dtype=torch.float32) - want).norm() / want.norm()) > 0.01, "the biases matter here"
 
 
 def test_rope_tables_have_the_pinned_digest_and_are_within_an_ulp_of_fp64():
