@@ -22,8 +22,8 @@ import torch
 
 from kernels.exact.digests import digest
 from studies.determinism.golden_entry import Operator
-from studies.determinism.golden_manifest import MANIFEST, Manifest, ManifestError, Question, dump, read
-from studies.determinism.golden_operators import OPERATORS, VERSIONS
+from studies.determinism.golden_manifest import MANIFEST, VERSIONS, Manifest, ManifestError, Question, dump, read
+from studies.determinism.golden_operators import OPERATORS
 from studies.determinism.golden_values import seed_of
 
 

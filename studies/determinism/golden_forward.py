@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from kernels.exact import activations, attention, integer, linear, norm, rope, sampling
+from kernels.exact import activations, attention, integer, linear, norm, prefill, rope, sampling, softmax
 from studies.determinism import golden_values
 from studies.determinism.golden_entry import DTYPES, Operator, Tensors
 from studies.determinism.golden_values import integers
@@ -27,6 +28,8 @@ _LINEAR = {
     "decode, 16 tokens, fp16": {"m": 16, "n": 64, "k": 1000, "x": "fp16", "w": "fp16"},
     "decode, fp32 activations": {"m": 2, "n": 48, "k": 1288, "x": "fp32"},
     "prefill, 64 tokens, bf16": {"m": 64, "n": 96, "k": 1024},
+    "prefill, 130 tokens, bf16": {"m": 130, "n": 136, "k": 544},
+    "prefill, 64 tokens, the plain kernel": {"m": 64, "n": 96, "k": 1024, "kernel": "plain"},
     "prefill, fp32 activations": {"m": 70, "n": 33, "k": 520, "x": "fp32"},
     "K not a multiple of 8": {"m": 7, "n": 33, "k": 333},
     "K of one step, fp32 weights": {"m": 2, "n": 5, "k": 13, "x": "fp32", "w": "fp32"},
@@ -48,8 +51,17 @@ _INTEGER = {
 }
 
 
-def _linear_inputs(seed: int, *, m: int, n: int, k: int, x: str = "bf16", w: str = "bf16", values: str = "bell", products: str = "") -> Tensors:
+def _linear_inputs(seed: int, *, m: int, n: int, k: int, x: str = "bf16", w: str = "bf16", values: str = "bell", products: str = "", kernel: str = "") -> Tensors:
     return golden_values.values(values, (m, k), seed=seed, dtype=DTYPES[x]), golden_values.values("bell", (n, k), seed=seed, dtype=DTYPES[w], stream=1)
+
+
+def _linear_gpu(x_MK: torch.Tensor, w_NK: torch.Tensor, *, kernel: str = "") -> torch.Tensor:
+    """The kernel of the default policy, or the one that serves where that one cannot."""
+    return linear.linear_fma(x_MK, w_NK, schedule=prefill.PrefillSchedule() if kernel == "plain" else None)
+
+
+def _linear_cpu(x_MK: torch.Tensor, w_NK: torch.Tensor, *, kernel: str = "", engine: str = "auto") -> torch.Tensor:
+    return linear.linear_fma_ref(x_MK, w_NK, engine=engine)
 
 
 def _integer_gpu(x_MK: torch.Tensor, w_NK: torch.Tensor, *, products: str) -> torch.Tensor:
@@ -66,6 +78,7 @@ _ROWS = {
     "hard values, fp32": {"m": 16, "k": 264, "x": "fp32", "values": "hard"},
     "no rows": {"m": 0, "k": 576, "x": "bf16"},
 }
+_FEW_ROWS = {case: _ROWS[case] for case in ("one row of 576, bf16", "rows of 4096, fp32", "hard values, fp32")}
 
 
 def _vector(seed: int, *, values: str, x: str, scale: float = 1.0) -> Tensors:
@@ -88,6 +101,16 @@ def rows(seed: int, *, m: int, k: int, x: str, values: str = "bell") -> Tensors:
 
 def rows_and_weight(seed: int, *, m: int, k: int, x: str, values: str = "bell") -> Tensors:
     return *rows(seed, m=m, k=k, x=x, values=values), golden_values.values("bell", (k,), seed=seed, dtype=DTYPES[x], stream=1)
+
+
+def _sum_and_weight(seed: int, *, m: int, k: int, x: str, values: str = "bell") -> Tensors:
+    """h, delta and the weight."""
+    h, weight = rows_and_weight(seed, m=m, k=k, x=x, values=values)
+    return h, golden_values.values("bell", (m, k), seed=seed, dtype=DTYPES[x], stream=2), weight
+
+
+def _rows_weight_bias(seed: int, *, m: int, k: int, x: str, values: str = "bell") -> Tensors:
+    return *rows_and_weight(seed, m=m, k=k, x=x, values=values), golden_values.values("bell", (k,), seed=seed, dtype=DTYPES[x], stream=2)
 
 
 # ---------------------------------------------------------------- positions and attention
@@ -130,6 +153,7 @@ def _with_cache(function: str, **options: str) -> Callable[..., torch.Tensor]:
 
 # ---------------------------------------------------------------- logits and tokens
 
+_IGNORED = 3  # of the rows' targets, one in so many is ignored
 _LOGITS = {
     "one row of 49152, fp32": {"m": 1, "k": 49152, "x": "fp32"},
     "rows of 1000, bf16": {"m": 5, "k": 1000, "x": "bf16"},
@@ -147,6 +171,16 @@ def logits_and_target(seed: int, *, m: int, k: int, x: str, values: str = "bell"
     return *rows(seed, m=m, k=k, x=x, values=values), integers((m,), k, seed=seed, stream=1)
 
 
+def _logits_and_some_ignored(seed: int, **params: Any) -> Tensors:
+    logits, target = logits_and_target(seed, **params)
+    target[::_IGNORED] = -100
+    return logits, target
+
+
+def _losses(losses: Callable, mean: Callable) -> Callable[..., Tensors]:
+    return lambda logits, target: (losses(logits, target), mean(logits, target))
+
+
 def _draw_inputs(question: int, *, m: int, k: int, x: str, temperature: float, seed: int, values: str = "bell") -> Tensors:
     """logits_MV, requests and positions."""
     logits, = rows(question, m=m, k=k, x=x, values=values)
@@ -158,12 +192,14 @@ def _drawing(function: Callable) -> Callable[..., torch.Tensor]:
 
 
 FORWARD = (
-    Operator(name="linear", family="fma", cases=_LINEAR, inputs=_linear_inputs, cpu=linear.linear_fma_ref, gpu=linear.linear_fma, second=partial(linear.linear_fma_ref, engine="torch")),
+    Operator(name="linear", family="fma", cases=_LINEAR, inputs=_linear_inputs, cpu=_linear_cpu, gpu=_linear_gpu, options=("kernel",), second=partial(_linear_cpu, engine="torch")),
     Operator(name="linear, integer", family="integer", cases=_INTEGER, inputs=_linear_inputs, cpu=integer.linear_integer_ref, gpu=_integer_gpu, options=("products",),
              second=partial(integer.linear_integer_ref, engine="int64")),
     Operator(name="attention", family="fma", cases=_ATTENTION, inputs=_attention_inputs, cpu=_with_cache("attention_ref"), gpu=_with_cache("attention"),
              second=_with_cache("attention_ref", engine="torch")),
     Operator(name="rmsnorm", family="ieee", cases=_ROWS, inputs=rows_and_weight, cpu=norm.rmsnorm_ref, gpu=norm.rmsnorm),
+    Operator(name="add_rmsnorm", family="ieee", cases=_FEW_ROWS, inputs=_sum_and_weight, cpu=norm.add_rmsnorm_ref, gpu=norm.add_rmsnorm),
+    Operator(name="layernorm", family="ieee", cases=_FEW_ROWS, inputs=_rows_weight_bias, cpu=norm.layernorm_ref, gpu=norm.layernorm),
     Operator(name="rope", family="ieee", cases=_ROPE, inputs=rope_inputs, cpu=rope.rope_ref, gpu=rope.rope),
     elementwise("exp", activations.exp_ref, activations.exp),
     elementwise("log", activations.log_ref, activations.log),
@@ -173,6 +209,10 @@ FORWARD = (
     elementwise("swiglu", activations.swiglu_ref, activations.swiglu, _gate_and_up),
     elementwise("gelu", activations.gelu_ref, activations.gelu),
     elementwise("gelu_erf", activations.gelu_erf_ref, activations.gelu_erf),
+    Operator(name="softmax", family="ieee", cases=_LOGITS, inputs=rows, cpu=softmax.softmax_ref, gpu=softmax.softmax),
+    Operator(name="log_softmax", family="ieee", cases=_LOGITS, inputs=rows, cpu=softmax.log_softmax_ref, gpu=softmax.log_softmax),
+    Operator(name="cross_entropy", family="ieee", cases=_LOGITS, inputs=_logits_and_some_ignored, cpu=_losses(softmax.token_losses_ref, softmax.cross_entropy_ref),
+             gpu=_losses(softmax.token_losses, softmax.cross_entropy)),
     Operator(name="argmax", family="ieee", cases=_LOGITS, inputs=rows, cpu=sampling.argmax_ref, gpu=sampling.argmax),
     Operator(name="sample", family="ieee", cases=_DRAWS, inputs=_draw_inputs, cpu=_drawing(sampling.sample_ref), gpu=_drawing(sampling.sample), options=("temperature", "seed")),
 )

@@ -21,6 +21,9 @@ from kernels.exact.order import ORDER_VERSION
 from suite.identity import canonical_json, sha256_bytes, sha256_json
 
 MANIFEST = Path(__file__).with_name("golden.json")
+# order: kernels.exact.order. definitions: everything else that an answer depends on (a polynomial, a rule for -inf, a rounding); raise it
+# when a published answer changes on purpose, so that older manifests are stale and not wrong.
+VERSIONS = {"order": ORDER_VERSION, "definitions": 1}
 SCHEMA = 1
 MAX_BYTES, MAX_QUESTIONS = 2 << 20, 5000
 REWRITE = "python -m studies.determinism.golden --write"
@@ -82,16 +85,16 @@ def read(path: Path = MANIFEST) -> Manifest:
     if body.get("schema") != SCHEMA:
         raise ManifestError(f"the manifest is of another format: schema {body.get('schema')!r}, this code reads {SCHEMA}; update the checkout, or write it anew: {REWRITE}")
     manifest = _manifest(body)
-    check_versions(manifest, {"order": ORDER_VERSION})
+    _check_versions(manifest)
     return manifest
 
 
-def check_versions(manifest: Manifest, code: Mapping[str, int]) -> None:
-    """Refuse digests of another order: they would differ rightly. `code` is name -> version in this checkout."""
-    for name, version in code.items():
-        stated = manifest.versions.get(name)
-        if stated != version:
-            raise ManifestError(f"the manifest is stale: its {name} version is {stated}, this code's is {version}; update the checkout, or write it anew: {REWRITE}")
+def _check_versions(manifest: Manifest) -> None:
+    """Refuse digests of another order or definition: they would differ rightly."""
+    for name in sorted({*VERSIONS, *manifest.versions}):
+        stated, ours = manifest.versions.get(name), VERSIONS.get(name)
+        if stated != ours:
+            raise ManifestError(f"the manifest is stale: its {name} version is {stated}, this code's is {ours}; update the checkout, or write it anew: {REWRITE}")
 
 
 def check_operators(manifest: Manifest, known: Mapping[str, Any]) -> None:
