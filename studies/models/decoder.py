@@ -92,7 +92,7 @@ class Decoder:
         self.model, self.batch, self.capacity_tokens, self.sampling = model, batch, capacity_tokens, sampling
         self.lengths = [0] * batch  # tokens of each row in the cache, known without asking the device
         self.rows = 0  # rows in use: those of the last prefill
-        self._use_graph, self._graph, self._full = graph, None, False
+        self._use_graph, self._graph = graph, None
         device = model.device
         tables = rope_tables(tokens=capacity_tokens, head_dim=config.head_dim, base=config.rope_base)
         self._cos_PD, self._sin_PD = (table.to(device) for table in tables)
@@ -172,6 +172,10 @@ class Decoder:
 
         `full`: every row is one token short of full, so plain attention needs no mask: the step of that one length, for timing.
         """
+        with torch.cuda.device(self.model.device):
+            self._capture(full)
+
+    def _capture(self, full: bool) -> None:
         kept = self._count_B.clone(), self.ids_B.clone(), self._logits_BV.clone()
         self._count_B.zero_()  # nothing is appended and no row moves on
         stream = torch.cuda.Stream()

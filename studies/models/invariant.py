@@ -1,6 +1,6 @@
-"""A batch-invariant bf16 linear in the manner of batch_invariant_ops (Thinking Machines Lab, 2025): one tile for every shape.
+"""A batch-invariant 16-bit linear in the manner of batch_invariant_ops (Thinking Machines Lab, 2025): one tile for every shape.
 
-    y_MN = linear_invariant(x_MK, w_NK)                     # on a GPU, bf16 in, fp32 accumulators out
+    y_MN = linear_invariant(x_MK, w_NK)                     # on a GPU, bf16 or fp16 in, fp32 accumulators out
 
 Legend: M tokens, N outputs, K inputs. A CTA computes 64 x 128 outputs over the whole of K in steps of 64 with `tl.dot` on tensor cores,
 so a row's bits do not depend on how many rows stand beside it. They do depend on the architecture's tensor cores and on the compiler:
@@ -42,11 +42,12 @@ def invariant_kernel(
 
 
 def linear_invariant(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-    """y_MN fp32. Raises ValueError for operands that are not bf16 matrices of one K on a GPU."""
-    if x_MK.ndim != 2 or w_NK.ndim != 2 or x_MK.shape[1] != w_NK.shape[1] or not x_MK.is_cuda:
-        raise ValueError(f"need x_MK and w_NK of one K on a GPU, got {tuple(x_MK.shape)=} {tuple(w_NK.shape)=} {x_MK.device=}; flatten or move them")
-    if x_MK.dtype != torch.bfloat16 or w_NK.dtype != torch.bfloat16:
-        raise ValueError(f"operands are bf16, got {x_MK.dtype=} {w_NK.dtype=}; cast them")
+    """y_MN fp32. Raises ValueError for operands that are not bf16 matrices of one K on one device."""
+    if x_MK.ndim != 2 or w_NK.ndim != 2 or x_MK.shape[1] != w_NK.shape[1] or x_MK.device != w_NK.device:
+        raise ValueError(f"need x_MK and w_NK of one K on one device, got {tuple(x_MK.shape)=} {tuple(w_NK.shape)=} {x_MK.device=} {w_NK.device=}; "
+                         "flatten or move them")
+    if x_MK.dtype not in (torch.bfloat16, torch.float16) or x_MK.dtype != w_NK.dtype:
+        raise ValueError(f"operands are both bf16 or both fp16, got {x_MK.dtype=} {w_NK.dtype=}; cast them")
     x_MK, w_NK, (m, k), n = x_MK.contiguous(), w_NK.contiguous(), x_MK.shape, w_NK.shape[0]
     y_MN = torch.empty((m, n), dtype=torch.float32, device=x_MK.device)
     if m * n:
