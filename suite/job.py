@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -19,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from suite.measure import Context, Pause, Result
-
-# A measuring process must stay free of these, unless the cell declares them in needs.packages.
-FORBIDDEN = ("mlflow", "optuna", "matplotlib", "ray", "pandas")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +87,3 @@ def execute(job: Job, *, device: str, rank: int = 0, world_size: int = 1) -> Out
     except Exception:
         status, result, error = "FAILED", None, traceback.format_exc()
     return Outcome(status=status, result=result, error=error, duration_s=time.monotonic() - start)
-
-
-def foreign_modules(job: Job, allowed: set[str]) -> list[str]:
-    """Modules loaded that the code digest does not know, and packages that a worker must not import."""
-    from suite.identity import FIRST_PARTY
-
-    bad = [p for p in FORBIDDEN if p in sys.modules and p not in job.needs["packages"]]
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None) or ""
-        if name.split(".")[0] in FIRST_PARTY and name not in allowed and path and not path.endswith("__init__.py"):
-            bad.append(name)
-    return sorted(bad)

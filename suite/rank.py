@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from suite import _process
+from suite._fence import loaded_by_the_harness, refuse_foreign
 from suite.job import Job, Outcome, execute
 from suite.measure import Result
 
@@ -29,14 +30,24 @@ def main(job_file: str, device: str) -> int:
     job = Job.from_json(Path(job_file).read_text())
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     where = "cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
-    outcome = execute(job, device=where, rank=rank, world_size=world)
+    own = loaded_by_the_harness()
+    outcome = refuse_foreign(job, execute(job, device=where, rank=rank, world_size=world), own)
+    if outcome.status != "FAILED" and rank == 0:
+        outcome = _left(job, outcome)
     if outcome.status == "FAILED":
         print(outcome.error, file=sys.stderr)
         (job.state_dir / f"error.{rank}.txt").write_text(outcome.error)
         return 1
-    if rank == 0:
-        _leave(job, outcome)
     return 0
+
+
+def _left(job: Job, outcome: Outcome) -> Outcome:
+    """The outcome, once its result lies where the worker finds it; FAILED with one line where it cannot be written as JSON and numbers."""
+    try:
+        _leave(job, outcome)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return Outcome(status="FAILED", result=None, error=f"a result holds numbers, text, arrays and JSON, got {type(error).__name__}: {error}", duration_s=outcome.duration_s)
+    return outcome
 
 
 def _leave(job: Job, outcome: Outcome) -> None:
@@ -45,6 +56,12 @@ def _leave(job: Job, outcome: Outcome) -> None:
         np.savez(job.state_dir / "rank0.npz", **r.arrays)
     head = None if r is None else {"metrics": {k: repr(float(v)) for k, v in r.metrics.items()}, "facts": dict(r.facts), "records": dict(r.records), "kind": r.kind}
     (job.state_dir / "rank0.json").write_text(json.dumps({"status": outcome.status, "duration_s": outcome.duration_s, "result": head}))
+
+
+def remove_left(job: Job) -> None:
+    """Delete what the ranks of an attempt left in the state folder."""
+    for path in [job.state_dir / "rank0.json", job.state_dir / "rank0.npz", *job.state_dir.glob("error.*.txt"), job.state_dir / "job.json"]:
+        path.unlink(missing_ok=True)
 
 
 def collect(job: Job, returncode: int) -> Outcome:
@@ -60,8 +77,7 @@ def collect(job: Job, returncode: int) -> Outcome:
             loaded = dict(np.load(arrays, allow_pickle=False)) if arrays.is_file() else {}
             result = Result(metrics={k: float(v) for k, v in result["metrics"].items()}, facts=result["facts"], records=result["records"], kind=result["kind"], arrays=loaded)
         outcome = Outcome(status=data["status"], result=result, error="", duration_s=data["duration_s"])
-    for path in [left, arrays, *job.state_dir.glob("error.*.txt"), job.state_dir / "job.json"]:
-        path.unlink(missing_ok=True)
+    remove_left(job)
     return outcome
 
 

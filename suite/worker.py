@@ -19,9 +19,10 @@ import sys
 from pathlib import Path
 
 from suite import _process, _state
+from suite._fence import declared_leftovers, fenced, loaded_by_the_harness, refuse_foreign
 from suite.bundle import Bundle, BundleStore, Draft, Unstorable
-from suite.job import Job, Outcome, execute, foreign_modules
-from suite.rank import collect
+from suite.job import Job, Outcome, execute
+from suite.rank import collect, remove_left
 
 MAX_LOG_BYTES, MAX_ERROR_CHARS = 256 << 10, 64 << 10
 PROCESS = secrets.token_hex(6)  # timing claims count process starts, not cells
@@ -40,24 +41,24 @@ def main() -> None:
     reply = os.fdopen(args.reply_fd, "w", buffering=1)
     jobs = os.fdopen(os.dup(0), "r")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    allowed = {name for name in sys.modules if name.split(".")[0] == "suite"}
+    own = loaded_by_the_harness()
     for line in jobs:
-        reply.write(json.dumps(serve(Job.from_json(line), args.device, allowed)) + "\n")
+        reply.write(json.dumps(serve(Job.from_json(line), args.device, own)) + "\n")
 
 
-def serve(job: Job, device: str, allowed: set[str]) -> dict:
+def serve(job: Job, device: str, own: frozenset[str]) -> dict:
     """Run one job and store its bundle; returns the reply."""
     _redirect_output(job.log_path)
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
-    allowed.update(job.modules)
     if job.needs["ranks"] > 1:
         outcome, leftovers = _run_ranks(job, device), []
     else:
-        _import_quietly(job)
-        before = _state.snapshot()
-        outcome = execute(job, device=device)
-        leftovers = _state.changes(before, _state.snapshot())
-        outcome = _refuse_foreign(job, outcome, allowed)
+        with fenced(job, own):
+            _import_quietly(job)
+            before = _state.snapshot()
+            outcome = execute(job, device=device)
+            leftovers = [*_state.changes(before, _state.snapshot()), *declared_leftovers(job)]
+            outcome = refuse_foreign(job, outcome, own)
     sys.stdout.flush()
     try:
         bundle = _store(job, outcome, started)
@@ -72,14 +73,6 @@ def _import_quietly(job: Job) -> None:
         __import__(job.cell["measure"].partition(":")[0])
     except Exception as error:  # execute() imports again and reports this properly
         print(f"import failed: {error!r}", file=sys.stderr)
-
-
-def _refuse_foreign(job: Job, outcome: Outcome, allowed: set[str]) -> Outcome:
-    bad = foreign_modules(job, allowed)
-    if outcome.status != "OK" or not bad:
-        return outcome
-    rule = f"a cell loads only code inside its digest and no tracker, searcher or plotter, got {bad}; import it statically, or declare it in needs.packages"
-    return Outcome(status="FAILED", result=None, error=rule, duration_s=outcome.duration_s)
 
 
 def _redirect_output(path: Path) -> None:
@@ -123,6 +116,7 @@ def read_log(path: Path) -> str:
 def _run_ranks(job: Job, device: str) -> Outcome:
     """A cell of several processes: torchrun, in this worker's process group."""
     job.state_dir.mkdir(parents=True, exist_ok=True)
+    remove_left(job)  # of an attempt that was killed: it must not be taken for this one's result
     (job.state_dir / "job.json").write_text(job.to_json())
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.needs['ranks']}", "-m", "suite.rank",
                str(job.state_dir / "job.json"), device]

@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -162,8 +163,9 @@ class LocalExecutor:
 
     def _read(self, slot: _Slot) -> Done | None:
         line = slot.reply.readline()
-        if not line:
-            return self._died(slot)
+        return self._answered(slot, line) if line else self._died(slot)
+
+    def _answered(self, slot: _Slot, line: str) -> Done:
         message = json.loads(line)
         job, elapsed_s = self._release(slot)
         if message["replace"] or job.needs["gpus"] > 1:
@@ -194,6 +196,16 @@ class LocalExecutor:
         return time.monotonic() >= slot.started + slot.job.needs["time_limit_s"]
 
     def _time_out(self, slot: _Slot) -> Done:
+        """TIMED OUT, or what the worker reported at the last moment: then its bundle is stored, and the cell must not be reported twice."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(slot.process.pid, signal.SIGKILL)
+        slot.process.wait()
+        told = select.select([slot.reply], [], [], 0)[0]  # what a dead worker wrote is there by now
+        line = slot.reply.readline() if told else ""
+        if line.endswith("\n"):
+            done = self._answered(slot, line)
+            self._stop(slot)
+            return done
         self._stop(slot)
         job, elapsed_s = self._release(slot)
         return Done(job=job, status="TIMED OUT", message=f"it ran past its limit of {job.needs['time_limit_s']:g} s", duration_s=elapsed_s)

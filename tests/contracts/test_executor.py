@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from suite import identity
@@ -20,6 +23,7 @@ from suite.machine import Gpu, Machine
 
 EXECUTORS = {"local": LocalExecutor}
 WAIT_S = 90.0  # for one cell on a loaded machine
+GONE_S = 2.0  # a killed process is gone when the kernel next runs it
 
 
 @pytest.fixture(params=sorted(EXECUTORS))
@@ -77,6 +81,9 @@ def test_a_hanging_cell_is_ended_at_its_limit(executor, tmp_path):
 def test_children_of_a_killed_worker_are_gone(executor, tmp_path):
     (done,) = finish(executor, job(tmp_path, "fault", Needs(time_limit_s=3.0), how="child"))
     assert done.status == "TIMED OUT"
+    until = time.monotonic() + GONE_S
+    while alive_children("sleep", "3600") and time.monotonic() < until:
+        time.sleep(0.02)
     assert alive_children("sleep", "3600") == []
 
 
@@ -111,6 +118,52 @@ def test_code_outside_the_digest_fails_the_cell(executor, tmp_path):
     assert done.status == "FAILED" and "suite.plan" in read_bundle(Path(done.path)).data["error"]
 
 
+def test_what_an_earlier_cell_loaded_is_no_licence_for_the_next(executor, tmp_path):
+    needed = identity.reached_modules("suite.plan")
+    first = job(tmp_path, "fault", how="foreign import")
+    allowed = replace(first, modules=(*first.modules, *needed))
+    second = job(tmp_path, "fault", replicate=1, how="foreign import")
+    done = finish(executor, allowed, replace(second, key="2" * 64), replace(allowed, key="3" * 64))
+    assert [d.status for d in done] == ["OK", "FAILED", "OK"]
+    bundles = [read_bundle(Path(d.path)) for d in done]
+    assert "suite.plan" in bundles[1].data["error"] and len({b.data["environment"]["process"] for b in bundles}) == 1
+
+
+def test_a_declared_package_costs_the_next_cell_nothing(executor, tmp_path):
+    done = finish(executor, job(tmp_path, "fault", Needs(packages=("optuna",)), how="optuna"), job(tmp_path, "answer", n=2), job(tmp_path, "fault", how="optuna"))
+    assert [d.status for d in done] == ["OK", "OK", "FAILED"] and "package optuna" in done[0].message
+
+
+def test_ranks_load_no_code_outside_the_digest_either_and_a_result_of_theirs_that_is_no_json_is_one_line(executor, tmp_path):
+    foreign, odd = finish(executor, job(tmp_path, "ranks", Needs(ranks=2), how="foreign import"), job(tmp_path, "ranks", Needs(ranks=2), how="odd record"))
+    errors = [read_bundle(Path(d.path)).data["error"] for d in (foreign, odd)]
+    assert [foreign.status, odd.status] == ["FAILED", "FAILED"]
+    assert "suite.plan" in errors[0] and errors[1].startswith("a result holds") and "\n" not in errors[1]
+
+
+def test_what_ranks_of_a_killed_attempt_left_is_not_taken_for_this_ones(executor, tmp_path):
+    asked = job(tmp_path, "ranks", Needs(ranks=2), how="sum")
+    asked.state_dir.mkdir(parents=True)
+    np.savez(asked.state_dir / "rank0.npz", old=np.ones(3))
+    (asked.state_dir / "error.1.txt").write_text("an old error")
+    (done,) = finish(executor, asked)
+    bundle = read_bundle(Path(done.path))
+    assert bundle.metrics == {"sum": 3.0} and "arrays.npz" not in bundle.data["files"] and list(asked.state_dir.glob("rank0*")) == []
+
+
+def test_a_cell_that_answers_at_the_last_moment_is_reported_once_with_its_answer(tmp_path, monkeypatch):
+    """The reply arrives after the executor looked for one, and before it looks at the clock."""
+    monkeypatch.setenv("SUITE_LOCK_DIR", str(tmp_path / "locks"))
+    with LocalExecutor() as executor:
+        executor.start(job(tmp_path, "answer", n=3))
+        (slot,) = executor._slots
+        assert select.select([slot.reply], [], [], WAIT_S)[0]  # it has answered
+        done = executor._time_out(slot)
+        assert (done.status, read_bundle(Path(done.path)).metrics["square"], executor.wait(0.0)) == ("OK", 9.0, [])
+        (after,) = finish(executor, job(tmp_path, "answer", n=2))
+        assert after.status == "OK"
+
+
 def test_a_long_cell_pauses_and_goes_on_to_the_digest_of_an_unbroken_run(executor, tmp_path):
     (unbroken,) = finish(executor, job(tmp_path / "a", "long", steps=30, step_s=0.02))
     pieces = []
@@ -131,7 +184,7 @@ def test_ranks_run_under_torchrun_and_a_dead_one_ends_the_group(executor, tmp_pa
 def test_a_hanging_rank_costs_that_cell(executor, tmp_path):
     bad, after = finish(executor, job(tmp_path, "ranks", Needs(ranks=2, time_limit_s=12.0), how="hanging rank"), job(tmp_path, "answer", n=1))
     assert (bad.status, after.status) == ("TIMED OUT", "OK")
-    until = time.monotonic() + 2.0
+    until = time.monotonic() + GONE_S
     while ranks_of(tmp_path) and time.monotonic() < until:
         time.sleep(0.05)
     assert ranks_of(tmp_path) == []

@@ -50,6 +50,8 @@ def fault(ctx: Context, *, how: str) -> Result:
         import importlib
 
         importlib.import_module("suite.plan")
+    if how == "optuna":
+        import optuna  # noqa: F401
     if how == "child":
         import subprocess
 
@@ -95,6 +97,12 @@ def ranks(ctx: Context, *, how: str) -> Result:
     import torch
     import torch.distributed as dist
 
+    if how == "foreign import":
+        import importlib
+
+        importlib.import_module("suite.plan")
+    if how == "odd record":
+        return Result(records={"ops": {1, 2}})
     dist.init_process_group("gloo")
     if how == "dead rank" and ctx.rank == 1:
         os._exit(5)
