@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from studies.determinism.golden_manifest import Manifest, ManifestError, read
 from suite import cli, locks, plan as planning
 from suite.bundle import Bundle, load_record
 from suite.cell import Cell, Needs
-from suite.machine import refusal
+from suite.machine import gpus_wanted, refusal
 from suite.session import Session
 from suite.study import load_study
 from suite.text import clean
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     manifest = read()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     session = Session.here()
     device = args.device if args.device != "auto" else "cpu" if refusal(Needs(device="cuda"), session.machine) else "cuda"
     session.state_dir.mkdir(parents=True, exist_ok=True)
@@ -76,8 +78,9 @@ def measure(session: Session, device: str, rerun: bool) -> tuple[Bundle | None, 
     if entry.state == planning.UNAVAILABLE:
         return None, False, f"--device {device} is not possible here: {entry.reason}"
     print(f"asking {device} {len(read().questions)} golden questions ...", file=sys.stderr, flush=True)
-    gpus = tuple(g.index for g in session.machine.gpus[: entry.cell.needs.gpus])
-    with LocalExecutor(gpus=gpus) as executor:
+    with LocalExecutor(gpus=gpus_wanted([entry.cell.needs], session.machine)) as executor:
+        if executor.left_out:
+            print(f"the worker starts without {', '.join(map(clean, executor.left_out))} of your environment: they steer numbers", file=sys.stderr)
         report = run_plan(plan, executor=executor, store=session.store, conditions=session.conditions())
     bundle = report.added[-1]
     return bundle, True, report.reasons[bundle.point]

@@ -306,6 +306,13 @@ def test_a_second_run_finds_the_first_and_writes_the_same_file(tree, first):
     assert {p.name: p.read_bytes() for p in path.iterdir()} == before and len(tree.bundles(status="OK")) == 1
 
 
+def test_it_needs_neither_mlflow_nor_rich(tree, first):
+    code = "import sys; sys.modules.update(dict.fromkeys(['mlflow', 'rich', 'optuna', 'pandas', 'scipy', 'jinja2', 'typst'])); from suite.cli import main; sys.exit(main(sys.argv[1:]))"
+    env = {k: v for k, v in tree.env.items() if k != "SUITE_NO_TRACKING"}
+    done = subprocess.run([sys.executable, "-c", code, "verify-determinism", "--device", "cpu"], cwd=tree.path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and f"{len(OPERATORS)} of {len(OPERATORS)} operators" in done.stdout, done.stderr
+
+
 def test_a_wrong_golden_digest_fails_exactly_its_operator(tree, first, manifest_file):
     content = json.loads(manifest_file.read_text())
     index = next(i for i, q in enumerate(content["questions"]) if (q["operator"], q["case"]) == ("rmsnorm", "hard values, fp32"))
