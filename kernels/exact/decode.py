@@ -24,9 +24,14 @@ __all__ = ["DecodeSchedule", "PackedWeight", "decode_fma", "decode_schedule", "d
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """w_NK as [S, G, N, 8] (`data`), zero-padded inside each span to a multiple of 8; made by `pack_weight`."""
+    """w_NK as [S, G, N, 8] (`data`), zero-padded inside each span to a multiple of 8; made by `pack_weight`.
+
+    `tickets`: zeros that every launch leaves as zeros; CTAs draw from them who adds the chunks. So a packed weight serves one stream at
+    a time, as a cuBLAS workspace does.
+    """
 
     data: torch.Tensor
+    tickets: torch.Tensor
     n: int
     k: int
 
@@ -44,28 +49,30 @@ class DecodeSchedule:
     """How the work is cut; any valid value gives the same bits.
 
     rows: rows of W per thread (1, 2, 4, 8); lanes: threads side by side along N in one span (32, 64, 128); block_m: tokens per thread
-    (power of two up to 16); unroll: groups of 8 k in flight per row (1 to 16); split: CTAs that share the 8 spans (1, 2, 4, 8);
-    x_ahead: load x one group ahead of its use; by_chunk: one CTA takes one chunk of each of its spans, a second kernel adds them.
+    (power of two up to 16); folds: groups of block_m tokens side by side in one CTA, which find W in its L1 cache (1, 2, 4); unroll: groups
+    of 8 k in flight per row (1 to 16); split: CTAs that share the 8 spans (1, 2, 4, 8); x_ahead: load x one group ahead of its use;
+    by_chunk: one CTA takes one chunk of each of its spans, and the last CTA to finish adds them (in the fixed order: who it is cannot matter).
     """
 
     rows: int = 1
     lanes: int = 32
     block_m: int = 1
+    folds: int = 1
     unroll: int = 4
     split: int = 1
     x_ahead: bool = True
     by_chunk: bool = False
 
     def __post_init__(self) -> None:
-        allowed = {"rows": (1, 2, 4, 8), "lanes": (32, 64, 128), "block_m": (1, 2, 4, 8, 16), "unroll": (1, 2, 4, 8, 16), "split": (1, 2, 4, 8)}
+        allowed = {"rows": (1, 2, 4, 8), "lanes": (32, 64, 128), "block_m": (1, 2, 4, 8, 16), "folds": (1, 2, 4), "unroll": (1, 2, 4, 8, 16), "split": (1, 2, 4, 8)}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} is one of {values}; got {self}; take an entry of decode_schedules()")
-        if self.rows * self.block_m > 64:
-            raise ValueError(f"rows * block_m accumulators per thread are at most 64; got {self}; lower one of them")
+        if self.rows * self.block_m > 64 or self.num_warps(8) > 16:
+            raise ValueError(f"rows * block_m accumulators per thread are at most 64, warps at most 16; got {self}; lower one of them")
 
     def num_warps(self, spans: int) -> int:
-        return max(1, spans // self.split) * self.lanes // 32
+        return max(1, spans // self.split) * self.folds * self.lanes // 32
 
     @property
     def block_n(self) -> int:
@@ -83,7 +90,7 @@ def pack_weight(w_NK: torch.Tensor, *, spans: int | None = None) -> PackedWeight
     n, k = w_NK.shape
     count = span_count(k, spans)
     data = pad_spans(w_NK, count).view(n, count, -1, GROUP).permute(1, 2, 0, 3).contiguous()
-    return PackedWeight(data=data, n=n, k=k)
+    return PackedWeight(data=data, tickets=torch.zeros(4 * -(-n // 32), dtype=torch.int32, device=w_NK.device), n=n, k=k)
 
 
 def pad_spans(a_RK: torch.Tensor, s: int) -> torch.Tensor:
@@ -120,25 +127,37 @@ def span_tree(v, LANES: tl.constexpr, S: tl.constexpr, R: tl.constexpr, B: tl.co
     return v
 
 
+@triton.jit
+def add_parts(part_ptr, at, inside, stride, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """[BLOCK]: rows (chunks of a span) are added left to right, parts by the (upper levels of the) span tree; part [row, PARTS] + at."""
+    p = tl.arange(0, PARTS)[None, :]
+    total = tl.zeros((BLOCK, PARTS), tl.float32)
+    for row in tl.static_range(ROWS):
+        total = total + tl.load(part_ptr + (row * PARTS + p).to(tl.int64) * stride + at[:, None], mask=inside[:, None], other=0.0, cache_modifier=".cg")
+    return tl.reshape(span_tree(tl.reshape(total, (BLOCK, PARTS, 1, 1)), BLOCK, PARTS, 1, 1), (BLOCK,))
+
+
 @triton.jit(do_not_specialize=["M", "N", "G", "GROUPS_PER_ROW"])
 def decode_kernel(
-    x_ptr, w_ptr, out_ptr, M, N, G, GROUPS_PER_ROW,
-    B: tl.constexpr, R: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, y_ptr, ticket_ptr, M, N, G, GROUPS_PER_ROW,
+    B: tl.constexpr, F: tl.constexpr, R: tl.constexpr, S: tl.constexpr, LANES: tl.constexpr, UNROLL: tl.constexpr,
     X_WIDE: tl.constexpr, W_WIDE: tl.constexpr, X_AHEAD: tl.constexpr, BY_CHUNK: tl.constexpr, SPLIT: tl.constexpr,
-    CHUNK_GROUPS: tl.constexpr = CHUNK // GROUP,
+    FINISH: tl.constexpr, ROWS: tl.constexpr, CHUNK_GROUPS: tl.constexpr = CHUNK // GROUP,
 ):  # fmt: skip
-    """One CTA: S spans x (R * LANES) rows of W x B tokens. Grid (N blocks, SPLIT or SPLIT * chunks, M blocks).
+    """One CTA: S spans x (R * LANES) rows of W x F * B tokens. Grid (N blocks, SPLIT or SPLIT * chunks, M blocks).
 
-    out is [SPLIT, M, N], parts of the span tree; BY_CHUNK: one chunk of each span, and out is [chunk, span, M, N].
+    out is [SPLIT, M, N], parts of the span tree; BY_CHUNK: one chunk of each span, out is [chunk, span, M, N]. FINISH: the CTA that takes
+    the last ticket of its (N, M) block adds them into y and puts the counter back to 0.
     """
     part = tl.program_id(1) % SPLIT
     chunk = tl.program_id(1) // SPLIT
     lane = tl.arange(0, LANES)[:, None, None, None, None]
-    s = (part * S + tl.arange(0, S))[None, :, None, None, None]
+    d = tl.arange(0, S * F)[None, :, None, None, None]
+    s = part * S + d // F
     r = tl.arange(0, R)[None, None, :, None, None]
-    b = tl.arange(0, B)[None, None, None, :, None]
+    b = (d % F) * B + tl.arange(0, B)[None, None, None, :, None]
     n = tl.minimum(tl.program_id(0) * (R * LANES) + r * LANES + lane, N - 1)
-    m = tl.minimum(tl.program_id(2) * B + b, M - 1)
+    m = tl.minimum(tl.program_id(2) * (F * B) + b, M - 1)
     w_pointers = w_ptr + (s.to(tl.int64) * G * N + n) * 8
     x_pointers = x_ptr + (m * GROUPS_PER_ROW + s * G + lane * 0) * 8
     if BY_CHUNK:
@@ -148,29 +167,35 @@ def decode_kernel(
         groups = tl.minimum(G - first, CHUNK_GROUPS)
     else:
         groups = G
-    total = span_sum(x_pointers, w_pointers, groups, N * 8, LANES, S, R, B, UNROLL, X_WIDE, W_WIDE, True, X_AHEAD)
-    lane3, r3, b3 = tl.arange(0, LANES)[:, None, None], tl.arange(0, R)[None, :, None], tl.arange(0, B)[None, None, :]
-    m3 = tl.program_id(2) * B + b3
-    n3 = tl.program_id(0) * (R * LANES) + r3 * LANES + lane3
+    total = span_sum(x_pointers, w_pointers, groups, N * 8, LANES, S * F, R, B, UNROLL, X_WIDE, W_WIDE, True, X_AHEAD)
+    v = tl.reshape(total, (LANES, S, F * R, B))
+    fr = tl.arange(0, F * R)[None, :, None]
+    m3 = tl.program_id(2) * (F * B) + (fr // R) * B + tl.arange(0, B)[None, None, :]
+    n3 = tl.program_id(0) * (R * LANES) + (fr % R) * LANES + tl.arange(0, LANES)[:, None, None]
     inside = (m3 < M) & (n3 < N)
     if BY_CHUNK:
         row = ((chunk * SPLIT + part) * S + tl.arange(0, S)).to(tl.int64)[None, :, None, None] * M + tl.expand_dims(m3, 1)
-        tl.store(out_ptr + row * N + tl.expand_dims(n3, 1), total, mask=tl.expand_dims(inside, 1))
-    else:
-        y = span_tree(total, LANES, S, R, B)
+        tl.store(out_ptr + row * N + tl.expand_dims(n3, 1), v, mask=tl.expand_dims(inside, 1))
+    if FINISH:
+        tl.debug_barrier()
+        block = ticket_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(block, 1, sem="acq_rel") == tl.num_programs(1) - 1:
+            i = tl.arange(0, F * B * R * LANES)
+            token, column = tl.program_id(2) * (F * B) + i // (R * LANES), tl.program_id(0) * (R * LANES) + i % (R * LANES)
+            keep = (token < M) & (column < N)
+            at = token.to(tl.int64) * N + column
+            tl.store(y_ptr + at, add_parts(out_ptr, at, keep, tl.cast(M, tl.int64) * N, ROWS, SPLIT * S, F * B * R * LANES), mask=keep)
+            tl.store(block, 0)
+    if not BY_CHUNK:
+        y = span_tree(v, LANES, S, F * R, B)
         tl.store(out_ptr + (part * M + m3).to(tl.int64) * N + n3, y, mask=inside)
 
 
 @triton.jit
 def parts_kernel(part_ptr, y_ptr, count, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """part is [ROWS, PARTS, count]: rows (chunks of a span) are added left to right, parts by the (upper levels of the) span tree."""
+    """y = the sum of part [ROWS, PARTS, count] in the order of `add_parts`."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    p = tl.arange(0, PARTS)[None, :]
-    total = tl.zeros((BLOCK, PARTS), tl.float32)
-    for row in tl.static_range(ROWS):
-        total = total + tl.load(part_ptr + (row * PARTS + p).to(tl.int64) * count + i[:, None], mask=(i < count)[:, None], other=0.0)
-    y = span_tree(tl.reshape(total, (BLOCK, PARTS, 1, 1)), BLOCK, PARTS, 1, 1)
-    tl.store(y_ptr + i, tl.reshape(y, (BLOCK,)), mask=i < count)
+    tl.store(y_ptr + i, add_parts(part_ptr, i, i < count, count, ROWS, PARTS, BLOCK), mask=i < count)
 
 
 def decode_schedules(m: int = 1) -> tuple[DecodeSchedule, ...]:
@@ -178,27 +203,29 @@ def decode_schedules(m: int = 1) -> tuple[DecodeSchedule, ...]:
     tokens = [b for b in (1, 2, 4, 8, 16) if b == 1 or b < 2 * m]
     shapes = ((1, 32, 8, 1), (1, 32, 4, 2), (2, 32, 4, 1), (2, 32, 2, 2), (4, 32, 1, 4), (1, 64, 4, 1), (2, 64, 4, 4), (1, 128, 4, 8))
     found = [
-        DecodeSchedule(rows=rows, lanes=lanes, block_m=block_m, unroll=unroll, split=split, x_ahead=ahead, by_chunk=by_chunk)
+        DecodeSchedule(rows=rows, lanes=lanes, block_m=block_m, folds=folds, unroll=unroll, split=split, x_ahead=ahead, by_chunk=by_chunk)
         for block_m in tokens[-2:]
-        for (rows, lanes, unroll, split), ahead, by_chunk in zip(shapes, (True, False) * 4, (False, False, True, True) * 2, strict=True)
+        for (rows, lanes, unroll, split), ahead, by_chunk, folds in zip(shapes, (True, False) * 4, (False, False, True, True) * 2, (1, 2, 2, 1) * 2, strict=True)
+        if 8 // split * folds * lanes <= 16 * 32
     ]
     return tuple(found)
 
 
-# block_m: rows, unroll, split, x_ahead, by_chunk. From _WIDE_N outputs on, one warp a span fills the chip; below, chunks must be spread too
-# (_NARROW, and _LONG from as many inputs on).
+# tokens of a CTA: rows, unroll, split, x_ahead, by_chunk, folds. From _WIDE_N outputs on, one warp a span fills the chip; below, chunks must be
+# spread too (_NARROW, and _LONG from as many inputs on).
 _WIDE_N = 8192
-_WIDE = {1: (2, 4, 1, True, False), 2: (2, 4, 1, True, False), 4: (2, 2, 1, True, False), 8: (4, 2, 1, False, False), 16: (2, 2, 2, False, True)}
-_NARROW = {1: (1, 16, 1, False, False), 2: (2, 4, 2, True, True), 4: (4, 4, 4, True, True), 8: (2, 4, 2, True, True), 16: (2, 2, 2, False, True)}
-_LONG = {**_NARROW, 4: (4, 2, 4, False, True), 8: (4, 4, 2, False, True)}
+_WIDE = {1: (2, 4, 1, True, False, 1), 2: (2, 4, 1, True, False, 1), 4: (2, 2, 1, True, False, 1), 8: (4, 2, 1, False, False, 1), 16: (2, 2, 2, False, True, 1)}
+_NARROW = {1: (1, 16, 1, False, False, 1), 2: (2, 4, 4, False, True, 2), 4: (2, 4, 4, True, True, 2), 8: (2, 4, 4, False, True, 2), 16: (2, 2, 2, False, True, 1)}
+_LONG = {1: (1, 16, 1, False, False, 1), 2: (2, 4, 2, True, True, 1), 4: (4, 2, 4, False, True, 1), 8: (4, 4, 2, False, True, 1), 16: (2, 2, 2, False, True, 1)}
+_FINISH_CHUNKS = 2  # up to so many chunks a span the last CTA adds them itself; more take longer than a second launch
 
 
 def decode_schedule(m: int, n: int, k: int) -> DecodeSchedule:
     """The schedule used by default: a function of shape only (measured on an H200, NOTES.md)."""
-    block_m = next(b for b in (1, 2, 4, 8, 16) if b >= min(m, 16))
+    tokens = next(b for b in (1, 2, 4, 8, 16) if b >= min(m, 16))
     table = _WIDE if n >= _WIDE_N else _LONG if k >= _WIDE_N else _NARROW
-    rows, unroll, split, x_ahead, by_chunk = table[block_m]
-    return DecodeSchedule(block_m=block_m, rows=rows, unroll=unroll, split=split, x_ahead=x_ahead, by_chunk=by_chunk)
+    rows, unroll, split, x_ahead, by_chunk, folds = table[tokens]
+    return DecodeSchedule(block_m=tokens // folds, folds=folds, rows=rows, unroll=unroll, split=split, x_ahead=x_ahead, by_chunk=by_chunk)
 
 
 def output_buffer(out: torch.Tensor | None, m: int, n: int, device: torch.device) -> torch.Tensor:
@@ -221,16 +248,17 @@ def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedul
     spans, groups = weight.data.shape[:2]
     split = min(schedule.split, spans)
     chunks = triton.cdiv(groups, CHUNK // GROUP) if schedule.by_chunk else 1
-    parts = spans if schedule.by_chunk else split
+    parts = chunks * spans if schedule.by_chunk else split
     y_MN = output_buffer(out, m, n, x_MK.device)
-    sums = y_MN if chunks * parts == 1 else torch.empty((chunks * parts, m, n), dtype=torch.float32, device=x_MK.device)
-    grid = (triton.cdiv(n, schedule.block_n), split * chunks, triton.cdiv(m, schedule.block_m))
+    sums = y_MN if parts == 1 else torch.empty((parts, m, n), dtype=torch.float32, device=x_MK.device)
+    grid = (triton.cdiv(n, schedule.block_n), split * chunks, triton.cdiv(m, schedule.block_m * schedule.folds))
+    finish = schedule.by_chunk and 1 < parts and chunks <= _FINISH_CHUNKS and grid[0] * grid[2] <= weight.tickets.numel()
     decode_kernel[grid](
-        pad_spans(x_MK, spans), weight.data, sums, m, n, groups, spans * groups, B=schedule.block_m, R=schedule.rows, S=spans // split,
-        LANES=schedule.lanes, UNROLL=dividing_unroll(schedule.unroll, groups), X_WIDE=x_MK.dtype == torch.float32,
+        pad_spans(x_MK, spans), weight.data, sums, y_MN, weight.tickets, m, n, groups, spans * groups, B=schedule.block_m, F=schedule.folds, R=schedule.rows,
+        S=spans // split, LANES=schedule.lanes, UNROLL=dividing_unroll(schedule.unroll, groups), X_WIDE=x_MK.dtype == torch.float32,
         W_WIDE=weight.dtype == torch.float32, X_AHEAD=schedule.x_ahead, BY_CHUNK=schedule.by_chunk, SPLIT=split,
-        num_warps=schedule.num_warps(spans), enable_fp_fusion=False,
+        FINISH=finish, ROWS=chunks if finish else 1, num_warps=schedule.num_warps(spans), enable_fp_fusion=False,
     )  # fmt: skip
-    if chunks * parts > 1:
-        parts_kernel[(triton.cdiv(m * n, 32),)](sums, y_MN, m * n, ROWS=chunks, PARTS=parts, BLOCK=32, num_warps=1, enable_fp_fusion=False)
+    if parts > 1 and not finish:
+        parts_kernel[(triton.cdiv(m * n, 32),)](sums, y_MN, m * n, ROWS=chunks, PARTS=parts // chunks, BLOCK=32, num_warps=1, enable_fp_fusion=False)
     return y_MN
