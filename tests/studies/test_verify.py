@@ -326,6 +326,19 @@ def test_a_wrong_golden_digest_fails_exactly_its_operator(tree, first, manifest_
     assert table.returncode == 1 and "FAIL" in table.stdout and f"{len(OPERATORS) - 1} of {len(OPERATORS)} operators" in table.stdout
 
 
+def test_a_wrong_constant_in_an_operator_fails_exactly_that_operator(tree, first):
+    path = tree.path / "kernels" / "exact" / "activations.py"
+    before = path.read_text()
+    assert before.count("0.044715)") == 1
+    path.write_text(before.replace("0.044715)", "0.0447151)"))
+    try:
+        done = tree.suite("verify-determinism", "--device", "cpu", "--json")
+    finally:
+        path.write_text(before)
+    assert done.returncode == 1, done.stderr
+    assert [o["operator"] for o in json.loads(done.stdout)["operators"] if o["verdict"] == "FAIL"] == ["gelu"]
+
+
 @pytest.mark.parametrize("text, reason", [(lambda t: t.replace('"output_digest": "', '"output_digest": "0', 1), "was changed"), (lambda t: sign({**json.loads(t), "versions": {**VERSIONS, "order": 0}}), "stale")])
 def test_the_command_refuses_a_tampered_and_a_stale_manifest(tree, manifest_file, text, reason):
     manifest_file.write_text(text(manifest_file.read_text()))
