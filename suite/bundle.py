@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -318,7 +318,12 @@ def _check_file(path: Path, name: str, entry: Any, verify: bool) -> None:
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """A bundle's arrays; pickled content is refused by numpy with ValueError."""
-    with np.load(Path(path) / "arrays.npz", allow_pickle=False) as data:
+    return arrays_of(Path(path) / "arrays.npz")
+
+
+def arrays_of(source: Path | BinaryIO) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file, or of its bytes."""
+    with np.load(source, allow_pickle=False) as data:
         return {name: data[name] for name in data.files}
 
 

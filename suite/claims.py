@@ -12,6 +12,8 @@ None where no run exists. The verdict is decided here, in one place, never by th
 
 from __future__ import annotations
 
+import io
+import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,8 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from suite.bundle import load_arrays, load_record
+from suite.bundle import arrays_of
 from suite.cell import is_model
+from suite.identity import sha256_bytes
 from suite.measure import weakest
 
 CONFIDENCE = 0.95  # of a claim alone, and of a study's claims together
@@ -58,20 +61,23 @@ class Row:
     stale: bool = False
 
     def arrays(self) -> dict:
-        """The bundle's arrays. Raises ValueError where its payload is not at hand."""
-        self._at_hand("arrays.npz")
-        return load_arrays(self.path)
+        """The bundle's arrays. Raises ValueError where its payload is not at hand, or is not what was measured."""
+        return arrays_of(io.BytesIO(self._payload("arrays.npz")))
 
     def record(self, name: str) -> Any:
-        """A JSON value of the bundle. Raises ValueError where its payload is not at hand."""
-        self._at_hand(f"{name}.json")
-        return load_record(self.path, name)
+        """A JSON value of the bundle. Raises ValueError where its payload is not at hand, or is not what was measured."""
+        return json.loads(self._payload(f"{name}.json"))
 
-    def _at_hand(self, name: str) -> None:
+    def _payload(self, name: str) -> bytes:
+        """The file's bytes, read once and checked as read."""
         if name not in self.files:
             raise ValueError(f"a bundle's payload is one of {sorted(self.files)}, got {name!r} of {self.label!r}")
         if not (self.path / name).is_file():
             raise ValueError(f"{name!r} of {self.label!r} is not in the bundle store and too large for MLflow; `suite ingest` the bundle {self.bundle_id[:12]} here")
+        data = (self.path / name).read_bytes()
+        if sha256_bytes(data) != self.files[name]:
+            raise ValueError(f"{name!r} of {self.label!r} does not have the sha256 {self.files[name][:12]} that its bundle names; remove {self.path} and ingest the bundle again")
+        return data
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from studies.determinism import claims
 from studies.determinism.presets import cpu, smoke
 from studies.determinism.study import STUDY, cells
 from suite.claims import Row, View, judge_all
+from suite.identity import sha256_file
 
 CPU, H200 = "a CPU", "NVIDIA H200"
 OPERATORS = ("layers.0.mlp.down_proj", "ragged.1x5x250.bfloat16")
@@ -18,7 +19,7 @@ OPERATORS = ("layers.0.mlp.down_proj", "ragged.1x5x250.bfloat16")
 def row(folder: Path, **fields) -> Row:
     given = {"study": "determinism", "point": fields.get("label", "p"), "key": "k", "bundle_id": f"{len(list(folder.parent.iterdir()))}", "run_id": str(folder), "label": "x", "measure": "m:operators", "params": {},
              "seed": 0, "replicate": 0, "metrics": {}, "facts": {}, "kind": "measured", "status": "OK", "device": CPU, "machine": "m", "environment": {}, "commit": "c", "dirty": False, "code": "d",
-             "origin": "here", "started_at": "t", "path": folder, "files": {"oracle.json": "x", "operators.json": "x"}}
+             "origin": "here", "started_at": "t", "path": folder, "files": {p.name: sha256_file(p) for p in folder.iterdir()}}
     return Row(**{**given, **fields})
 
 
@@ -50,6 +51,7 @@ def rewrite(r: Row, **change: str) -> None:
     records = json.loads((r.path / "operators.json").read_text())
     records[0].update(change)
     (r.path / "operators.json").write_text(json.dumps(records))
+    r.files["operators.json"] = sha256_file(r.path / "operators.json")
 
 
 def test_all_equal_is_reproduced_with_the_count(rows):

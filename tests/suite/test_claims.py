@@ -7,9 +7,11 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from suite.claims import Claim, Finding, Row, judge_all, make_view
+from suite.identity import sha256_file
 from suite.stats import ratio_interval
 
 EXCEEDED, REPRODUCED, NOT_REPRODUCED, UNDECIDED, NOT_MEASURED = "EXCEEDED", "REPRODUCED", "NOT REPRODUCED", "UNDECIDED", "NOT MEASURED HERE"
@@ -240,6 +242,18 @@ def test_what_is_derived_takes_the_weakest_kind_and_names_its_commits():
     judged = judge_one(claim(found(3.0, 3.0, 3.0), device=""), row("a", kind="simulated"), row("b", device="CPU 9000", dirty=True), row("c", kind="emulated"))
     assert (judged.kind, judged.machine, judged.commit) == ("simulated", "CPU 9000, NVIDIA H200", "c0ffee, c0ffee-dirty")
     assert len(judged.run_ids) == 3
+
+
+def test_payload_is_checked_each_time_it_is_read(tmp_path):
+    np.savez(tmp_path / "arrays.npz", x=np.arange(3))
+    (tmp_path / "plan.json").write_text("[1]")
+    whole = row(path=tmp_path, files={p.name: sha256_file(p) for p in tmp_path.iterdir()})
+    assert list(whole.arrays()["x"]) == [0, 1, 2] and whole.record("plan") == [1]
+    (tmp_path / "plan.json").write_text("[2]")
+    np.savez(tmp_path / "arrays.npz", x=np.arange(4))
+    for read in (whole.arrays, lambda: whole.record("plan")):
+        with pytest.raises(ValueError, match="does not have the sha256"):
+            read()
 
 
 def test_payload_that_is_not_at_hand_says_so(tmp_path):
