@@ -19,6 +19,7 @@ from suite.assets._store import Asset, fetch_asset, locate, may_ask
 
 _SMOLLM2 = "SmolLM2: Allal et al. 2025, arXiv 2502.02737; HuggingFaceTB/SmolLM2-135M-Instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SST2_COMMIT = "457ffd83de90a9d6d472d8ffc31bbffe40a8b236"
 _GSM8K_COMMIT = "3101c7d5072418e28b9008a6636bde82a006892c"
 
 ASSETS: dict[str, Asset] = {
@@ -65,10 +66,23 @@ ASSETS: dict[str, Asset] = {
             ),
         ),
         Asset(
+            name="sst2-dev",
+            file="dev.tsv",
+            sha256="eddea6b39e601dd4e7a672b53cc40fdf6019fa80522f351206c24340ca5d9359",
+            size_bytes=92_057,
+            licence="research use; no licence stated: never redistributed here",
+            citation="SST-2: Socher et al. 2013, EMNLP; split of clairett/pytorch-sentiment-classification",
+            loader="suite.assets._prompts:load_sst2",
+            sources=(
+                DataFolder(path="text/sst2/dev.tsv"),
+                OfficialUrl(url=f"https://raw.githubusercontent.com/clairett/pytorch-sentiment-classification/{_SST2_COMMIT}/data/SST2/dev.tsv"),
+            ),
+        ),
+        Asset(
             name="own-prompts",
             file="own_prompts.json",
-            sha256="f316198e8778ab5b6c644ec25b6235f2670cbe46b6e9cbd26922268d0a45b6ee",
-            size_bytes=1523,
+            sha256="5a970cf49489a422a785ff4813f0104d695784d362ac4b37eff0ac17b660d9ab",
+            size_bytes=5558,
             licence="CC0-1.0",
             citation="Written for this project",
             loader="suite.assets._prompts:load_own_prompts",

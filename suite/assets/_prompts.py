@@ -1,4 +1,4 @@
-"""The prompts of the studies: GSM8K's test questions where that file is at hand, else 16 of our own.
+"""The prompts of the studies: GSM8K's test questions where that file is at hand, else 64 of our own.
 
     from suite.assets import prompts
     chosen = prompts(4)
@@ -51,8 +51,17 @@ def load_gsm8k(*, cache_dir: str | os.PathLike[str] | None = None) -> tuple[str,
 
 
 def load_own_prompts(*, cache_dir: str | os.PathLike[str] | None = None) -> tuple[str, ...]:
-    """The 16 prompts written for this project (CC0). Raises AssetError."""
+    """The 64 prompts written for this project (CC0). Raises AssetError."""
     return tuple(json.loads(fetch("own-prompts", cache_dir=cache_dir).read_text("utf-8"))["prompts"])
+
+
+def load_sst2(*, cache_dir: str | os.PathLike[str] | None = None) -> tuple[tuple[str, int], ...]:
+    """(sentence, 1 where it is positive) of SST-2's 872 development sentences, in file order (Socher et al. 2013). Raises AssetError."""
+    path = fetch("sst2-dev", cache_dir=cache_dir)
+    rows = [line.rsplit("\t", 1) for line in path.read_text("utf-8").splitlines()]
+    if not rows or not all(len(row) == 2 and row[1] in "01" for row in rows):
+        raise AssetError(f"asset sst2-dev: a line of {path} is not a sentence, a tab and 0 or 1; fetch the file again")
+    return tuple((text, int(label)) for text, label in rows)
 
 
 def _question(path: Path, line: str) -> str:
