@@ -294,11 +294,11 @@ def test_every_entry_has_a_loader_that_exists_a_licence_and_a_citation():
 
 def test_own_prompts_serve_where_gsm8k_is_not_here_and_the_answer_says_so(tmp_path):
     chosen = prompts(cache_dir=tmp_path)
-    assert (chosen.source, chosen.sha256, len(chosen.texts)) == ("own-prompts", ASSETS["own-prompts"].sha256, 16)
+    assert (chosen.source, chosen.sha256, len(chosen.texts)) == ("own-prompts", ASSETS["own-prompts"].sha256, 64)
     assert load("own-prompts", cache_dir=tmp_path) == chosen.texts
     assert prompts(3, cache_dir=tmp_path).texts == chosen.texts[:3]
-    with pytest.raises(ValueError, match="16 prompts, got count=17"):
-        prompts(17, cache_dir=tmp_path)
+    with pytest.raises(ValueError, match="64 prompts, got count=65"):
+        prompts(65, cache_dir=tmp_path)
     with pytest.raises(ValueError, match="got source='other'"):
         prompts(source="other", cache_dir=tmp_path)
 
