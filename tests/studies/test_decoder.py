@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kernels.exact import digest
+from kernels.exact.sampling import sample_ref
 from studies.models.config import LLAMA2_7B, QWEN25_7B, LlamaConfig
 from studies.models.decoder import Decoder, Sampling
 from studies.models.families import FAMILIES, fp32_precision
@@ -116,6 +117,18 @@ def test_sampled_texts_do_not_depend_on_order_company_or_schedule(models):
     twice = generate(models["fma"], [PROMPTS[0]] * 2, new_tokens=8, sampling=SAMPLING, schedule=Schedule(batch=2))
     assert twice.tokens[0] != twice.tokens[1], "two requests with one prompt draw different tokens"
     assert generate(models["fma"], PROMPTS[:1], new_tokens=NEW, sampling=SAMPLING, schedule=Schedule(cache=False)).digests() == made.digests()[:1]
+
+
+def test_a_token_is_drawn_for_its_request_at_the_position_where_it_will_stand(models):
+    seen, requests = [], [5, 2**40, 0, 9]
+    made = generate(models["fma"], PROMPTS, new_tokens=NEW, sampling=SAMPLING, requests=requests, schedule=Schedule(batch=2),
+                    observe=lambda step, prompts, logits: seen.append((step, prompts, logits.clone())))
+    assert len(seen) == 2 * NEW
+    for step, prompts, logits_MV in seen:
+        position_M = torch.tensor([len(PROMPTS[i]) + step for i in prompts])
+        want = sample_ref(logits_MV, seed=SAMPLING.seed, request_M=torch.tensor([requests[i] for i in prompts]), position_M=position_M,
+                          temperature=SAMPLING.temperature)
+        assert [made.tokens[i][step] for i in prompts] == want.tolist()
 
 
 def test_a_text_ends_with_eos_and_its_neighbours_go_on(models, alone):
