@@ -11,6 +11,7 @@ vouches for the whole. Bundles from elsewhere are untrusted: limits are checked 
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import os
@@ -83,6 +84,14 @@ class Bundle:
     def started_at(self) -> str:
         return self.data["started_at"]
 
+    def ended(self) -> float:
+        """When the attempt ended, in seconds since 1970, by the clock that made it; NaN where its time cannot be read."""
+        try:
+            moment = datetime.datetime.fromisoformat(self.started_at)
+        except ValueError:
+            return math.nan
+        return (moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)).timestamp() + self.data["duration_s"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
@@ -119,7 +128,7 @@ def _check_names(result: Result) -> None:
     for kind, names, taken in (("a record", result.records, _TAKEN_RECORDS), ("an array", result.arrays, _TAKEN_ARRAYS)):
         if clash := sorted(taken & names.keys()):
             raise Unstorable(f"{kind} may not be named {clash[0]!r}, the bundle uses that name itself; give it another one")
-    if len(result.records) + 2 > MAX_FILES:  # before they are written: arrays and log are files too
+    if len(result.records) > MAX_FILES:  # before any is written; with arrays and a log the reader counts again
         raise Unstorable(f"a bundle has at most {MAX_FILES} files, got {len(result.records)} records; put several values into one")
 
 
@@ -136,6 +145,14 @@ def _fsync_dir(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _rename_synced(temp: Path, final: Path) -> None:
+    """After a power cut the folder is there with all its files, or not at all."""
+    _fsync_dir(temp)
+    os.rename(temp, final)
+    for folder in (final.parent, final.parent.parent):  # the key's folder may be new too
+        _fsync_dir(folder)
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -170,8 +187,7 @@ class BundleStore:
             bundle_id = self._fill(temp, draft, result or Result())
             read_bundle(temp, verify_files=False)
             final = home / attempt
-            os.rename(temp, final)
-            _fsync_dir(home)
+            _rename_synced(temp, final)
         except BaseException as error:
             shutil.rmtree(temp, ignore_errors=True)
             if isinstance(error, BundleError):
@@ -215,11 +231,11 @@ class BundleStore:
         return good, bad
 
     def adopt(self, source: Path, origin: str) -> tuple[Bundle, bool]:
-        """Copy a foreign bundle in unchanged, once. Returns it, and whether it was new.
+        """Copy a foreign bundle in unchanged, once. Returns it, and whether it was new. Raises BundleError or OSError with nothing left.
 
-        `origin` is kept beside the bundle, not in it: its id must stay what its maker printed.
+        `origin` is kept beside the bundle, not in it: its id must stay what its maker printed. The copy is what is verified.
         """
-        bundle = read_bundle(source)
+        bundle = read_bundle(source, verify_files=False)
         home = self.bundles_dir / bundle.key[:2] / bundle.key
         final = home / f"foreign-{bundle.id[:16]}"
         known = next((p for p in _attempts(home) if sha256_file(p / "bundle.json") == bundle.id), None)
@@ -227,12 +243,21 @@ class BundleStore:
             return Bundle(id=bundle.id, path=known, data=bundle.data), False
         home.mkdir(parents=True, exist_ok=True)
         temp = home / f".tmp-{secrets.token_hex(6)}"
-        temp.mkdir()
-        for name in ("bundle.json", *bundle.data["files"]):
-            _write_synced(temp / name, (bundle.path / name).read_bytes())
-        _write_synced(temp / ".origin", origin.encode())
-        os.rename(temp, final)
-        _fsync_dir(home)
+        try:
+            temp.mkdir()
+            for name in ("bundle.json", *bundle.data["files"]):
+                _write_synced(temp / name, (bundle.path / name).read_bytes())
+            try:
+                copy = read_bundle(temp)
+            except BundleError as error:
+                raise BundleError(bundle.path, error.reason) from error
+            if copy.id != bundle.id:
+                raise BundleError(bundle.path, "it changed while it was copied")
+            _write_synced(temp / ".origin", origin.encode())
+            _rename_synced(temp, final)
+        except BaseException:
+            shutil.rmtree(temp, ignore_errors=True)
+            raise
         return Bundle(id=bundle.id, path=final, data=bundle.data), True
 
     def remove_leftovers(self) -> int:

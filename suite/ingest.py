@@ -34,24 +34,42 @@ class IngestReport:
     skipped: tuple[tuple[Path, str], ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Adopted:
+    """Bundles as they lie in our store, by id, each with whether it was new there; and what was skipped."""
+
+    bundles: Mapping[str, tuple[Bundle, bool]]
+    skipped: tuple[tuple[Path, str], ...]
+
+
 def ingest_paths(paths: Iterable[Path], store: BundleStore, tracker: Tracker | None, metrics_by_study: Mapping[str, frozenset[str]]) -> IngestReport:
     """Take in every valid bundle under `paths`. Raises TrackingError where the tracker stops: then all bundles are in the store.
 
     metrics_by_study: the metrics that each known study declares; bundles of other studies are skipped.
     Raises StoreFull where our own store cannot be written.
     """
+    return track(adopt_paths(paths, store, metrics_by_study), tracker, metrics_by_study)
+
+
+def adopt_paths(paths: Iterable[Path], store: BundleStore, metrics_by_study: Mapping[str, frozenset[str]]) -> Adopted:
+    """The first half: into the bundle store. Raises StoreFull where it cannot be written."""
     taken: dict[str, tuple[Bundle, bool]] = {}
     skipped: list[tuple[Path, str]] = []
     for shown, found in _bundles(paths, skipped):
         bundle = _valid(shown, found, metrics_by_study, skipped)
         if bundle is not None and bundle.id not in taken:
             taken[bundle.id] = _adopted(store, found)
+    return Adopted(bundles=taken, skipped=tuple(skipped))
+
+
+def track(adopted: Adopted, tracker: Tracker | None, metrics_by_study: Mapping[str, frozenset[str]]) -> IngestReport:
+    """The second half: into the tracker, where there is one. Raises TrackingError."""
     new_ids, known_ids = [], []
-    for bundle, new in taken.values():
+    for bundle, new in adopted.bundles.values():
         if tracker is not None:
             new |= tracker.ingest(bundle, None, metrics_by_study[bundle.data["cell"]["study"]], origin_of(bundle.path))[1]
         (new_ids if new else known_ids).append(bundle.id)
-    return IngestReport(new=tuple(new_ids), known=tuple(known_ids), skipped=tuple(skipped))
+    return IngestReport(new=tuple(new_ids), known=tuple(known_ids), skipped=adopted.skipped)
 
 
 def _valid(shown: Path, found: Path, metrics_by_study: Mapping[str, frozenset[str]], skipped: list[tuple[Path, str]]) -> Bundle | None:

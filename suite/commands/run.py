@@ -8,6 +8,7 @@ tracker only ever follows the bundles.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -65,7 +66,11 @@ def _run(args, study: Study, session: Session) -> int:
     print("plan  " + ", ".join(f"{n} {state}" for state, n in sorted(plan.counts().items())), flush=True)
     feed = Feed(session, study)
     feed.open(plan)
-    report = _measure(args, study, session, plan, feed, bundles)
+    try:
+        report = _measure(args, study, session, plan, feed, bundles)
+    except BaseException as error:
+        feed.abandon("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        raise
     feed.close(plan, report)
     return _conclude(args, study, session, plan, report, problems, feed)
 
@@ -124,7 +129,7 @@ class Feed:
         try:
             self.tracker = self.session.open_tracker()
             self.parent = self.tracker.start_invocation(self.study.name, plan.to_json(), {"commit": conditions.commit, "dirty": str(conditions.dirty), "preset": plan.preset})
-            self.refused += take_in(self.session, self.study, self.tracker, self.parent)
+            self.refused += take_in(self.session, self.study, self.tracker)
         except TrackingError as error:
             self.tracker, self.error = None, str(error)
             print(f"suite: tracking is off: {clean(masked(str(error)))}; bundles are kept, `suite ingest` takes them in later", file=sys.stderr)
@@ -136,6 +141,15 @@ class Feed:
             self.tracker.ingest(bundle, self.parent, self.study.metric_names(), origin_of(bundle.path))
         except Refused as error:
             self.refused.append(str(error))
+
+    def abandon(self, status: str) -> None:
+        """The run ends early (an interrupt, a full disk): its parent must not stay RUNNING. Never hides the reason."""
+        if self.tracker is None or self.parent is None:
+            return
+        from suite.tracking import TrackingError
+
+        with contextlib.suppress(TrackingError):
+            self.tracker.end_invocation(self.parent, status, {})
 
     def close(self, plan: planning.Plan, report: RunReport) -> None:
         self.error = self.error or report.tracking_error

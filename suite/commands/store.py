@@ -26,13 +26,14 @@ from suite.text import clean, masked
 
 
 def ingest_command(args) -> int:
-    from suite.ingest import ingest_paths
+    from suite.ingest import adopt_paths, track
 
     session = Session.here()
     print(f"store {session.store_name()}")
     with locks.hold(session.state_dir / "driver.lock", what=f"the store {session.state_dir}"):
         metrics = {name: load_study(name).metric_names() for name in study_names()}
-        report = ingest_paths([Path(p) for p in args.paths], session.store, session.open_tracker(), metrics)
+        taken = adopt_paths([Path(p) for p in args.paths], session.store, metrics)  # first: a tracker that is away costs no bundle
+        report = track(taken, session.open_tracker(), metrics)
     print(f"{len(report.new)} new, {len(report.known)} known, {len(report.skipped)} skipped")
     for path, reason in report.skipped:
         print(f"suite: skipped {clean(str(path))}: {clean(str(reason))}", file=sys.stderr)
@@ -74,8 +75,11 @@ def ledger_plan(session: Session, name: str, preset: str | None) -> tuple[Study,
     return study, session.plan(study, preset, Options(keep_failed=True)), tracker
 
 
-def take_in(session: Session, study: Study, tracker, parent: str | None = None) -> list[str]:
-    """Bring the tracker up to the bundle store; returns what it refused. Raises TrackingError."""
+def take_in(session: Session, study: Study, tracker) -> list[str]:
+    """Bring the tracker up to the bundle store; returns what it refused. Raises TrackingError.
+
+    These are attempts of earlier runs, so they get no parent: an invocation holds what it measured itself.
+    """
     from suite.tracking import Refused
 
     refused = []
@@ -84,7 +88,7 @@ def take_in(session: Session, study: Study, tracker, parent: str | None = None) 
         if bundle.data["cell"]["study"] != study.name or bundle.id in known:
             continue
         try:
-            tracker.ingest(bundle, parent, study.metric_names(), origin_of(bundle.path))
+            tracker.ingest(bundle, None, study.metric_names(), origin_of(bundle.path))
         except Refused as error:
             refused.append(str(error))
     return refused
@@ -117,14 +121,14 @@ def export_command(args) -> int:
 
 
 def clean_command(args) -> int:
-    """Failed and superseded own attempts older than the age go; an OK answer that stands is never deleted."""
+    """Failed and superseded own attempts older than the age go, by the time that they name; an OK answer that stands is never deleted."""
     session = Session.here()
     with locks.hold(session.state_dir / "driver.lock", what=f"the store {session.state_dir}"):
         bundles, _ = session.store.load_all()
         own = [b for b in bundles if origin_of(b.path) == "here"]
         newest = {b.key: b for b in sorted(own, key=lambda b: b.started_at) if b.status == "OK"}
         limit = time.time() - args.older_than
-        gone = [b for b in own if newest.get(b.key) is not b and (b.path / "bundle.json").stat().st_mtime < limit]
+        gone = [b for b in own if newest.get(b.key) is not b and b.ended() < limit]
         for bundle in gone:
             shutil.rmtree(bundle.path)
         side = [p for folder in ("logs", "state") for p in (session.state_dir / folder).glob("*") if p.stat().st_mtime < limit]

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from suite import bundle as bundles
 from suite.bundle import BundleError, BundleStore, Draft, load_arrays, load_record, read_bundle
 from suite.measure import KINDS, Result, weakest
 
@@ -79,6 +80,40 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(ValueError):
         store.write(draft(), Result(records={"bad": float("nan")}))
     assert [p for p in tmp_path.rglob("*") if p.is_file() or p.name.startswith(".tmp")] == []
+
+
+def all_of(root) -> list:
+    return [p for p in root.rglob("*") if p.is_file() or p.name.startswith(".tmp")]
+
+
+def test_an_adoption_that_fails_leaves_nothing(bundle, tmp_path, monkeypatch):
+    here = BundleStore(tmp_path / "here")
+    with monkeypatch.context() as m:
+        m.setattr(bundles.os, "rename", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        with pytest.raises(OSError, match="No space"):
+            here.adopt(bundle.path, "ingested")
+    (bundle.path / "ops.json").write_bytes(b'[{"n": 2}]')
+    with pytest.raises(BundleError, match="sha256") as caught:
+        here.adopt(bundle.path, "ingested")
+    assert caught.value.path == bundle.path and all_of(tmp_path / "here") == []
+
+
+def test_what_is_verified_is_the_copy(bundle, tmp_path, monkeypatch):
+    """A payload that changes between two reads must not come in under the old digest."""
+    write, here = bundles._write_synced, BundleStore(tmp_path / "here")
+    monkeypatch.setattr(bundles, "_write_synced", lambda path, data: write(path, data.replace(b'"n": 1', b'"n": 2') if path.name == "ops.json" else data))
+    with pytest.raises(BundleError, match="sha256"):
+        here.adopt(bundle.path, "ingested")
+    assert all_of(tmp_path / "here") == []
+
+
+def test_a_bundle_is_synced_before_and_after_it_gets_its_name(bundle, tmp_path, monkeypatch):
+    seen, rename = [], bundles.os.rename
+    monkeypatch.setattr(bundles, "_fsync_dir", lambda path: seen.append(path.name if path.name[:1] != "." else ".tmp"))
+    monkeypatch.setattr(bundles.os, "rename", lambda a, b: (seen.append("rename"), rename(a, b)))
+    BundleStore(tmp_path / "here").adopt(bundle.path, "ingested")
+    BundleStore(tmp_path / "there").write(draft())
+    assert seen == [".tmp", "rename", "1" * 64, "11"] * 2
 
 
 def test_object_arrays_and_odd_names_are_refused():

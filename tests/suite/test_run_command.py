@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from suite import cli
-from suite.bundle import BundleStore
+from suite.bundle import BundleStore, Draft
 from suite.cell import Cell, Needs
 from suite.commands import run as command
-from suite.driver import Conditions, RunReport, run_plan
+from suite.driver import Conditions, RunReport, StoreFull, run_plan
+from suite.locks import Held
 from suite.machine import Gpu, Machine
 from suite.plan import Plan, make_plan
 from suite.search import Float, Search
@@ -71,6 +72,57 @@ def test_a_cell_that_no_worker_can_take_is_left_with_a_reason(session):
     plan = make_plan("toy", "smoke", [cell], bundles=[], machine=H200S, versions=lambda d: {}, asset_sha256=str)
     report = run_plan(plan, executor=Nothing(), store=session.store, conditions=Conditions(environment=lambda d: {}, commit="c", dirty=False))
     assert report.states == {cell.point: "TO RUN"} and "no worker" in report.reasons[cell.point] and not report.stopped
+
+
+class Tracker:
+    """What a run tells its tracker."""
+
+    def __init__(self):
+        self.parents, self.ended = [], []
+
+    def start_invocation(self, study, plan_json, tags):
+        return "the parent"
+
+    def end_invocation(self, parent, status, runs):
+        self.ended.append((parent, status))
+
+    def run_ids_by_bundle(self, study):
+        return {}
+
+    def ingest(self, bundle, parent, metrics, origin):
+        self.parents.append(parent)
+
+    def rows(self, study):
+        return []
+
+
+@pytest.fixture
+def tracker(session, monkeypatch):
+    monkeypatch.delenv("SUITE_NO_TRACKING")
+    tracker = Tracker()
+    monkeypatch.setattr(Session, "open_tracker", lambda self: tracker)
+    return tracker
+
+
+ARGS = SimpleNamespace(preset="smoke", resume_from=None, rerun=False, keep_failed=False, reuse=False, only="", jobs=1, archive=None)
+
+
+@pytest.mark.parametrize("error, status", [(StoreFull("no space"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (Held("a device"), "FAILED")])
+def test_a_run_that_ends_early_leaves_no_parent_running(session, tracker, monkeypatch, error, status):
+    monkeypatch.setattr(command, "_measure", lambda *a: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)):
+        command._run(ARGS, study(), session)
+    assert tracker.ended == [("the parent", status)]
+
+
+def test_attempts_of_earlier_runs_are_not_filed_under_todays_invocation(session, tracker, monkeypatch):
+    cell = Cell(study="toy", measure="tests.toy.cells:answer", params={"n": 1})
+    entry = make_plan("toy", "smoke", [cell], bundles=[], machine=H200S, versions=lambda d: {}, asset_sha256=str).entries[0]
+    header = Draft(cell=entry.describe(), point=cell.point, key=entry.key, code=entry.code, environment={}, commit="c", dirty=False, started_at="2026-01-01", duration_s=1.0, status="OK")
+    session.store.write(header)
+    monkeypatch.setattr(command, "_measure", lambda *a: RunReport(states={}, added=[], reasons={}))
+    assert command._run(ARGS, study(), session) == 0
+    assert tracker.parents == [None] and tracker.ended == [("the parent", "FINISHED")]
 
 
 @pytest.mark.parametrize("states, stopped, code", [(["DONE"], False, 0), (["DONE", "TO RUN"], False, cli.EXIT_FAILED), (["DONE", "TO RUN"], True, cli.EXIT_PAUSED), (["UNAVAILABLE"], False, 0), (["BLOCKED"], False, cli.EXIT_FAILED)])
