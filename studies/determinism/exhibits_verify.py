@@ -55,7 +55,8 @@ def column(row: Row, manifest: Manifest) -> dict[str, MatrixCell]:
         same = [q for q in questions if found.get((operator, q.case), ("",))[0] == q.input_digest]
         equal = sum(found[operator, q.case][1] == q.output_digest for q in same)
         state = "not_measured" if not same else "equal" if equal == len(questions) else "partial" if equal else "differs"
-        detail = f"{equal} of {len(questions)} cases equal" + (f", {len(same)} asked" if len(same) < len(questions) else "") + (", with other code than today's" if row.stale else "")
+        asked, code = f", {len(same)} asked" if len(same) < len(questions) else "", ", with other code than today's" if row.stale else ""
+        detail = f"{equal} of {len(questions)} cases equal{asked}{code}"
         out[operator] = MatrixCell(state=state, text=f"{equal}/{len(questions)}" if same else "", detail=detail)
     return out
 

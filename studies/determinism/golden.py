@@ -48,8 +48,8 @@ def answer(operator: Operator, case: str) -> Question:
     params, seed = dict(operator.cases[case]), seed_of(operator.name, case)
     inputs = operator.inputs(seed, **params)
     y = outputs(operator, inputs, params)
-    return Question(operator=operator.name, case=case, family=operator.family, params=params, seed=seed, shape=tuple(y[0].shape), dtype=str(y[0].dtype).removeprefix("torch."),
-                    input_digest=joined(inputs), output_digest=joined(y))
+    return Question(operator=operator.name, case=case, family=operator.family, params=params, seed=seed, shape=tuple(y[0].shape),
+                    dtype=str(y[0].dtype).removeprefix("torch."), input_digest=joined(inputs), output_digest=joined(y))
 
 
 def derive() -> Manifest:
@@ -77,7 +77,8 @@ def write(path: Path = MANIFEST, changed: bool = False) -> Manifest:
     if old is not None and old.versions == new.versions:
         moved = differing(old, new)
         if moved and not changed:
-            raise ManifestError(f"the answer to {moved[0]!r} changed ({len(moved)} in all) and no version did; raise the version, or say --changed if the question itself is new")
+            raise ManifestError(f"the answer to {moved[0]!r} changed ({len(moved)} in all) and no version did; raise the version, "
+                                "or say --changed if the question itself is new")
         if not moved:
             new = replace(new, cubins=old.cubins)
     path.write_text(dump(new))

@@ -21,7 +21,9 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """`inputs(seed, **params)` gives CPU tensors; `cpu` and `gpu` take them, on their device, and those params that `options` names; they give one tensor or several.
+    """`inputs(seed, **params)` gives CPU tensors; `cpu` and `gpu` take them, on their device, and those params that `options` names.
+
+    Both give one tensor or several.
 
     family: "fma" and "integer" are the two exact families; "ieee" is what stands around them, IEEE operations in an explicit order.
     second: another CPU engine where there is one; where `cpu` gives wrong bits it tells by how much, and which of them is right.

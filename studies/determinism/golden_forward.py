@@ -70,7 +70,11 @@ def _integer_gpu(x_MK: torch.Tensor, w_NK: torch.Tensor, *, products: str) -> to
 
 # ---------------------------------------------------------------- elementwise functions and norms
 
-_EVERY = {"every bf16 value": {"values": "every", "x": "bf16"}, "fp32 bit patterns": {"values": "bits", "x": "fp32"}, "fp32 in [-100, 100]": {"values": "wide", "x": "fp32", "scale": 100.0}}
+_EVERY = {
+    "every bf16 value": {"values": "every", "x": "bf16"},
+    "fp32 bit patterns": {"values": "bits", "x": "fp32"},
+    "fp32 in [-100, 100]": {"values": "wide", "x": "fp32", "scale": 100.0},
+}
 _ROWS = {
     "one row of 576, bf16": {"m": 1, "k": 576, "x": "bf16"},
     "rows of 4096, fp32": {"m": 3, "k": 4096, "x": "fp32"},
@@ -192,9 +196,10 @@ def _drawing(function: Callable) -> Callable[..., torch.Tensor]:
 
 
 FORWARD = (
-    Operator(name="linear", family="fma", cases=_LINEAR, inputs=_linear_inputs, cpu=_linear_cpu, gpu=_linear_gpu, options=("kernel",), second=partial(_linear_cpu, engine="torch")),
-    Operator(name="linear, integer", family="integer", cases=_INTEGER, inputs=_linear_inputs, cpu=integer.linear_integer_ref, gpu=_integer_gpu, options=("products",),
-             second=partial(integer.linear_integer_ref, engine="int64")),
+    Operator(name="linear", family="fma", cases=_LINEAR, inputs=_linear_inputs, cpu=_linear_cpu, gpu=_linear_gpu, options=("kernel",),
+             second=partial(_linear_cpu, engine="torch")),
+    Operator(name="linear, integer", family="integer", cases=_INTEGER, inputs=_linear_inputs, cpu=integer.linear_integer_ref, gpu=_integer_gpu,
+             options=("products",), second=partial(integer.linear_integer_ref, engine="int64")),
     Operator(name="attention", family="fma", cases=_ATTENTION, inputs=_attention_inputs, cpu=_with_cache("attention_ref"), gpu=_with_cache("attention"),
              second=_with_cache("attention_ref", engine="torch")),
     Operator(name="rmsnorm", family="ieee", cases=_ROWS, inputs=rows_and_weight, cpu=norm.rmsnorm_ref, gpu=norm.rmsnorm),
@@ -214,5 +219,6 @@ FORWARD = (
     Operator(name="cross_entropy", family="ieee", cases=_LOGITS, inputs=_logits_and_some_ignored, cpu=_losses(softmax.token_losses_ref, softmax.cross_entropy_ref),
              gpu=_losses(softmax.token_losses, softmax.cross_entropy)),
     Operator(name="argmax", family="ieee", cases=_LOGITS, inputs=rows, cpu=sampling.argmax_ref, gpu=sampling.argmax),
-    Operator(name="sample", family="ieee", cases=_DRAWS, inputs=_draw_inputs, cpu=_drawing(sampling.sample_ref), gpu=_drawing(sampling.sample), options=("temperature", "seed")),
+    Operator(name="sample", family="ieee", cases=_DRAWS, inputs=_draw_inputs, cpu=_drawing(sampling.sample_ref), gpu=_drawing(sampling.sample),
+             options=("temperature", "seed")),
 )

@@ -83,7 +83,8 @@ def read(path: Path = MANIFEST) -> Manifest:
     if stated != actual:
         raise ManifestError(f"the manifest was changed: its sha256 is {actual[:12]}, it states {str(stated)[:12]!r}; restore it: {RESTORE}")
     if body.get("schema") != SCHEMA:
-        raise ManifestError(f"the manifest is of another format: schema {body.get('schema')!r}, this code reads {SCHEMA}; update the checkout, or write it anew: {REWRITE}")
+        raise ManifestError(f"the manifest is of another format: schema {body.get('schema')!r}, this code reads {SCHEMA}; update the checkout, "
+                            f"or write it anew: {REWRITE}")
     manifest = _manifest(body)
     _check_versions(manifest)
     return manifest
@@ -102,14 +103,16 @@ def check_operators(manifest: Manifest, known: Mapping[str, Any]) -> None:
     asked = {(q.operator, q.case) for q in manifest.questions}
     there = {(name, case) for name, operator in known.items() for case in operator.cases}
     if unknown := sorted(asked - there):
-        raise ManifestError(f"the manifest asks for {', '.join(unknown[0])!r}, which this code does not have; update the checkout, or write it anew: {REWRITE}")
+        raise ManifestError(f"the manifest asks for {', '.join(unknown[0])!r}, which this code does not have; update the checkout, "
+                            f"or write it anew: {REWRITE}")
     if missing := sorted(there - asked):
         raise ManifestError(f"the manifest is stale: it leaves out {', '.join(missing[0])!r} ({len(missing)} in all); update the checkout, or write it anew: {REWRITE}")
 
 
 def dump(manifest: Manifest) -> str:
     """The file's text, its own sha256 included."""
-    body = {"schema": SCHEMA, "versions": dict(manifest.versions), "made_with": dict(manifest.made_with), "cubins": {a: {t: dict(k) for t, k in by.items()} for a, by in manifest.cubins.items()},
+    cubins = {arch: {compiler: dict(kernels) for compiler, kernels in by.items()} for arch, by in manifest.cubins.items()}
+    body = {"schema": SCHEMA, "versions": dict(manifest.versions), "made_with": dict(manifest.made_with), "cubins": cubins,
             "questions": [_plain(q) for q in manifest.questions]}
     return sign(body)
 

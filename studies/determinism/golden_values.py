@@ -26,10 +26,10 @@ def seed_of(operator: str, case: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{operator}, {case}".encode()).digest()[:4], "big")
 
 
-def values(kind: str, shape: tuple[int, ...], *, seed: int, dtype: torch.dtype = torch.float32, stream: int = 0, scale: float = 1.0, scale_log2: int = 0) -> torch.Tensor:
+def values(kind: str, shape: tuple[int, ...], *, seed: int, dtype: torch.dtype = torch.float32, stream: int = 0, scale: float = 1.0) -> torch.Tensor:
     """A CPU tensor of one of the kinds above; `stream` separates several inputs of one question."""
     if kind == "bell":
-        return philox_bell(shape, seed, dtype, stream, scale_log2)
+        return philox_bell(shape, seed, dtype, stream)
     if kind == "wide":
         return (philox_uniform(shape, seed, torch.float32, stream) * scale).to(dtype)
     if kind == "bits":

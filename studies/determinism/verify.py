@@ -106,16 +106,18 @@ def judged(bundle: Bundle, manifest: Manifest) -> dict[str, Any]:
     operators = [_operator(name, [(q, records[name, q.case]) for q in manifest.questions if q.operator == name]) for name in manifest.operators()]
     env = bundle.data["environment"]
     binaries = known_binaries(load_record(bundle.path, "kernels"), manifest.cubins)
-    return {"device": env["device_model"], "toolchain": f"torch {env['torch']}, triton {env['triton']}, driver {env['driver'] or '-'}", "manifest": manifest.digest, "versions": dict(manifest.versions),
-            "operators": operators, "equal": sum(o["verdict"] == "PASS" for o in operators), "binaries": None if binaries is None else list(binaries), "bundle": bundle.id,
+    toolchain = f"torch {env['torch']}, triton {env['triton']}, driver {env['driver'] or '-'}"
+    return {"device": env["device_model"], "toolchain": toolchain, "manifest": manifest.digest, "versions": dict(manifest.versions), "operators": operators,
+            "equal": sum(o["verdict"] == "PASS" for o in operators), "binaries": None if binaries is None else list(binaries), "bundle": bundle.id,
             "commit": bundle.data["commit"], "dirty": bundle.data.get("dirty", True), "started_at": bundle.started_at, "duration_s": bundle.data["duration_s"]}
 
 
 def _operator(name: str, asked: list[tuple[Any, Mapping[str, Any]]]) -> dict[str, Any]:
     wrong = [r for q, r in asked if r["output_digest"] != q.output_digest]
     first = wrong[0] if wrong else {}
-    why = first.get("error") or first.get("note") or (f"{first['differing']} of {first['elements']} elements differ, by up to {first['max_ulp']} ULP" if "differing" in first else "")
-    return {"operator": name, "family": asked[0][0].family, "cases": len(asked), "equal": len(asked) - len(wrong), "verdict": "FAIL" if wrong else "PASS", "first": first.get("case", ""), "why": why}
+    distance = f"{first['differing']} of {first['elements']} elements differ, by up to {first['max_ulp']} ULP" if "differing" in first else ""
+    return {"operator": name, "family": asked[0][0].family, "cases": len(asked), "equal": len(asked) - len(wrong), "verdict": "FAIL" if wrong else "PASS",
+            "first": first.get("case", ""), "why": first.get("error") or first.get("note") or distance}
 
 
 def show(report: Mapping[str, Any], manifest: Manifest, path: Path, fresh: bool) -> None:
@@ -134,5 +136,5 @@ def show(report: Mapping[str, Any], manifest: Manifest, path: Path, fresh: bool)
         print(f"measured {report['started_at'][:19]} UTC with this code and toolchain; --rerun measures again")
     print(f"{report['equal']} of {len(rows)} operators equal to the golden manifest on {clean(report['device'])} ({report['duration_s']:.0f} s)")
     print(f"contribution file {path}")
-    print("To contribute this row: `python -m suite publish FILE` in a clean checkout puts it under reports/published/determinism/; open a pull request that adds that folder. "
-          "`python -m suite ingest FILE` shows it as a column of the matrix on any machine.")
+    print("To contribute this row: `python -m suite publish FILE` in a clean checkout puts it under reports/published/determinism/; "
+          "open a pull request that adds that folder. `python -m suite ingest FILE` shows it as a column of the matrix on any machine.")

@@ -72,7 +72,7 @@ def distance(q: Question, y: list[torch.Tensor], inputs: Any, device: str) -> di
         return {"note": "this CPU's own reference differs, so there is nothing here to measure the distance to"}
     expected = outputs(operator, inputs, q.params, second=device == "cpu")
     if joined(expected) != q.output_digest:
-        return {"note": "the second engine of this CPU differs from the manifest too" if device == "cpu" else "the CPU reference of this host differs from the manifest too"}
+        return {"note": f"the {'second engine of this CPU' if device == 'cpu' else 'CPU reference of this host'} differs from the manifest too"}
     if [(t.shape, t.dtype) for t in y] != [(t.shape, t.dtype) for t in expected]:
         return {"note": f"shapes or dtypes differ: {[tuple(t.shape) for t in y]}, and the manifest's are {[tuple(t.shape) for t in expected]}"}
     found = [_compared(a, b) for a, b in zip(y, expected, strict=True)]
@@ -92,5 +92,6 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, float]:
     names = list(dict.fromkeys(r["operator"] for r in records))
     equal = [n for n in names if all(r["equal"] for r in records if r["operator"] == n)]
     known = {"differing": [r["differing"] for r in records if "differing" in r], "max_ulp": [r["max_ulp"] for r in records if "max_ulp" in r]}
-    distances = {"differing": float(sum(known["differing"])), "max_ulp": float(max(known["max_ulp"], default=0))} if all(r["equal"] or "differing" in r for r in records) else {}
+    complete = all(r["equal"] or "differing" in r for r in records)
+    distances = {"differing": float(sum(known["differing"])), "max_ulp": float(max(known["max_ulp"], default=0))} if complete else {}
     return {"operators": float(len(names)), "equal_operators": float(len(equal)), "elements": float(sum(r.get("elements", 0) for r in records)), **distances}
