@@ -20,7 +20,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,8 +109,6 @@ class Draft:
     status: str
     error: str = ""
     log: str = ""
-    origin: str = "here"  # "here", or what brought it: "ingested", "published"
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _split_finite(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, str]]:

@@ -3,7 +3,7 @@
     with hold(state_dir / "driver.lock", what="this store"):
         ...
 
-flock belongs to the open file, so a lock that a driver passes to its workers (`inheritable=True`)
+flock belongs to the open file: a lock whose descriptor a driver hands to its workers (subprocess's `pass_fds`)
 stays held until the last of them is gone, and no stale lock survives a crash.
 """
 
@@ -27,7 +27,7 @@ def lock_dir() -> Path:
     return Path(os.environ.get("SUITE_LOCK_DIR") or f"/tmp/bitbench-locks-{os.getuid()}")
 
 
-def acquire(path: Path, *, what: str, wait_s: float = 0.0, inheritable: bool = False) -> int:
+def acquire(path: Path, *, what: str, wait_s: float = 0.0) -> int:
     """Take the lock, waiting up to `wait_s`; returns the file descriptor that holds it. Raises Held."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -44,7 +44,6 @@ def acquire(path: Path, *, what: str, wait_s: float = 0.0, inheritable: bool = F
             time.sleep(0.05)
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps({"pid": os.getpid(), "since": time.strftime("%H:%M:%S")}).encode(), 0)
-    os.set_inheritable(fd, inheritable)
     return fd
 
 

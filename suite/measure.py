@@ -65,7 +65,7 @@ class Pause(Exception):
 class Context:
     """Where a cell runs, handed to its measure function by the worker."""
 
-    device: str  # "cpu" or "cuda:0"
+    device: str  # "cpu", "cuda", or "cuda:1" for the rank of that GPU
     seed: int = 0
     replicate: int = 0
     inputs: Mapping[str, Path] = field(default_factory=dict)  # role -> bundle folder

@@ -97,7 +97,10 @@ def _measure(args, study: Study, session: Session, plan: planning.Plan, feed: Fe
     asked = planning.ordered([s.make_cell(s.corner()) for s in searches if s.make_cell is not None])
     gpus = gpus_wanted([c.needs for c in (*(e.cell for e in to_run), *asked)], session.machine)
     display = Display(status_path=session.state_dir / "status.json", expected_s=expected_s(to_run, bundles), study=study.name)
-    with LocalExecutor(gpus=gpus, jobs=args.jobs, wait_s=args.wait) as executor, display:
+    closing = contextlib.ExitStack()
+    for source in sources:
+        closing.callback(source.close)
+    with closing, LocalExecutor(gpus=gpus, jobs=args.jobs, wait_s=args.wait) as executor, display:
         if executor.left_out:
             print(f"workers start without {', '.join(map(clean, executor.left_out))} of your environment: they steer numbers or times, and no bundle would say so", flush=True)
         return run_plan(plan, executor=executor, store=session.store, conditions=session.conditions(), ingest=feed.ingest if feed.tracker else None,

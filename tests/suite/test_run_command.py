@@ -58,6 +58,7 @@ def test_gpu_cells_of_a_search_get_slots(session, monkeypatch):
     feed = SimpleNamespace(tracker=None, ingest=None)
     command._measure(args, study(searches=lambda config: [search]), session, Plan(study="toy", preset="smoke", entries=()), feed, [])
     assert seen["gpus"] == (0, 1)
+    command._measure(args, study(searches=lambda config: [search]), session, Plan(study="toy", preset="smoke", entries=()), feed, [])  # the first run let its journal go
 
 
 def test_a_cell_that_no_worker_can_take_is_left_with_a_reason(session):
