@@ -62,10 +62,12 @@ def column(row: Row, manifest: Manifest) -> dict[str, MatrixCell]:
 
 
 def golden_matrix(view: View) -> list[Any]:
-    """The exhibit: operators by device. Nothing where no device was verified; one sentence where the manifest is refused."""
+    """The exhibit: operators by device. Nothing where no device was verified; one sentence where the manifest or every record is refused."""
     rows = verified(view)
+    unread = len(view.rows(measure="verify")) - len(rows)
+    left_out = f" Bundles whose record could not be read: {unread}." if unread else ""
     if not rows:
-        return []
+        return [Prose(heading=TITLE, text=f"Not shown.{left_out}")] if unread else []
     try:
         manifest = read()
     except ManifestError as error:
@@ -73,5 +75,6 @@ def golden_matrix(view: View) -> list[Any]:
     columns: list[Mapping[str, MatrixCell]] = [column(r, manifest) for r in rows]
     cells = [[c[operator] for c in columns] for operator in manifest.operators()]
     note = (f"Equal cases of all, against the golden manifest {manifest.digest[:12]} ({len(manifest.questions)} questions, answered by exact CPU arithmetic). "
-            "A column is a bundle of `python -m suite verify-determinism`; columns of other machines are shown as their owners reported them.")
+            "A column is a bundle of `python -m suite verify-determinism`; columns of other machines are shown as their owners reported them."
+            f"{left_out}")
     return [Matrix(title=TITLE, row_labels=manifest.operators(), column_labels=[label(r) for r in rows], cells=cells, note=note, sources=rows)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from studies.determinism.golden_decoder import DECODER
 from studies.determinism.golden_entry import Operator
 from studies.determinism.golden_forward import FORWARD
+from studies.determinism.golden_training import TRAINING
 
-_TABLE = (*FORWARD, *DECODER)
+_TABLE = (*FORWARD, *DECODER, *TRAINING)
 OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _TABLE}
 assert len(OPERATORS) == len(_TABLE), "an operator is listed once"

@@ -182,11 +182,13 @@ def test_a_strangers_label_is_cleaned_and_cut(elsewhere):
 
 
 @pytest.mark.parametrize("records", [{}, [1], "x", [{"operator": "exp"}], None])
-def test_records_of_another_shape_give_no_column_and_no_error(elsewhere, records):
+def test_records_of_another_shape_give_no_column_and_one_sentence(elsewhere, records):
     bundle = forged(elsewhere[1][0])
     (bundle.path / "golden.json").write_text(json.dumps(records))
     bundle.data["files"]["golden.json"]["sha256"] = sha256_file(bundle.path / "golden.json")
-    assert contributed(view_of([bundle])) == [] and golden_matrix(view_of([bundle])) == []
+    assert contributed(view_of([bundle])) == []
+    shown, = golden_matrix(view_of([bundle]))
+    assert isinstance(shown, Prose) and "could not be read: 1" in shown.text
 
 
 def test_answers_to_other_questions_are_shown_as_not_measured(elsewhere):
