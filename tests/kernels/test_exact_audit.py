@@ -1,78 +1,82 @@
-"""Claim: the compiled kernels contain IEEE-754 float instructions only; no GPU is needed to see it.
+"""Claim: the compiled kernels contain IEEE-754 float instructions only and add in the specified order; no GPU is needed to see it.
 
-Each kernel is compiled offline and the float opcodes of its PTX are compared with an allow-list. Deliberately wrong kernels must fail.
+Each launch of the catalogue is compiled offline for NVIDIA and AMD; opcodes are compared with an allow-list, sums are run on symbols.
+Deliberately wrong kernels must fail, each with the name of its rule.
 """
 
-import re
+import ast
+import hashlib
+import json
+from pathlib import Path
 
 import pytest
-import torch  # noqa: F401  (fixes the order of imports: triton's driver looks for torch)
+import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton import knobs
+from triton.language.extra import libdevice
 
 from kernels.exact.activations import elementwise_kernel
-from kernels.exact.decode import decode_kernel, parts_kernel
-from kernels.exact.norm import rmsnorm_kernel
-from kernels.exact.prefill import prefill_kernel
+from kernels.exact.audit import __main__ as command
+from kernels.exact.audit.catalogue import catalogue
+from kernels.exact.audit.check import audit
+from kernels.exact.audit.expression import element
+from kernels.exact.audit.machine import run
+from kernels.exact.audit.order import chunked_sum, compare
+from kernels.exact.audit.record import entry_of, recompile
+from kernels.exact.audit.specimen import TARGETS, Specimen, binary_of, captured, compile_specimen
 
-# rn = round to nearest even; conversions to 16 bits are one rounding, from 16 bits exact. neg and abs change a sign bit.
-# add.f32 and mul.f32 without .rn are forbidden: ptxas may contract them.
-ALLOWED = {"fma.rn.f32", "add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32", "neg.f32", "abs.f32"}
-ALLOWED_PREFIXES = ("cvt.rn.bf16.f32", "cvt.rn.bf16x2.f32", "cvt.rn.f16.f32", "cvt.f32.bf16", "cvt.f32.f16", "setp.", "selp.", "mov.", "ld.", "st.")
-ARCHITECTURES = (80, 90)
-CUDA_ONLY = pytest.mark.skipif("nvidia" not in triton.backends.backends, reason="needs triton's NVIDIA backend (compiler only)")
-pytestmark = CUDA_ONLY
-
-_CHAIN = dict(LANES=32, R=2, B=2, UNROLL=2, X_WIDE=True, W_WIDE=False)
-_DECODE = dict(_CHAIN, S=8, X_AHEAD=True, BY_CHUNK=False, SPLIT=1, CHUNK_GROUPS=32)
-_INTS = {name: "i32" for name in ("M", "N", "G", "GROUPS_PER_ROW")}
-KERNELS = {
-    "decode": (decode_kernel, dict(x_ptr="*fp32", w_ptr="*bf16", out_ptr="*fp32", **_INTS), _DECODE, 8),
-    "decode by chunk": (decode_kernel, dict(x_ptr="*bf16", w_ptr="*bf16", out_ptr="*fp32", **_INTS), dict(_DECODE, BY_CHUNK=True, X_WIDE=False), 8),
-    "parts": (parts_kernel, dict(part_ptr="*fp32", y_ptr="*fp32", count="i32"), dict(ROWS=2, PARTS=8, BLOCK=32), 1),
-    "prefill": (prefill_kernel, dict(x_ptr="*fp32", w_ptr="*fp16", y_ptr="*fp32", scratch_ptr="*fp32", **_INTS), dict(_CHAIN, S=8, W=4, GROUP_M=8), 4),
-    "rmsnorm": (rmsnorm_kernel, dict(x_ptr="*bf16", w_ptr="*bf16", y_ptr="*bf16", K="i32", count="fp32", eps="fp32"), dict(STEPS=4), 4),
-    **{op: (elementwise_kernel, dict(x_ptr="*fp32", up_ptr="*fp32", y_ptr="*bf16", count="i32"), dict(OP=op, BLOCK=256), 4) for op in ("exp", "silu", "swiglu", "gelu")},
-}
+BACKENDS = {"nvidia", "amd"} <= set(triton.backends.backends)
+pytestmark = pytest.mark.skipif(not BACKENDS, reason="needs triton's NVIDIA and AMD backends (compilers only)")
+ROOT = Path(__file__).resolve().parents[2]
+EVERYWHERE = ("sm_80", "sm_90", "gfx942")  # every kernel; the other targets on one kernel a family here, on all of them under soak
+FAMILY_HEADS = {s.family: s for s in reversed(catalogue())}
 
 
-def ptx_of(kernel: object, signature: dict, constants: dict, num_warps: int, architecture: int, fusion: bool = False) -> str:
-    # a pointer is aligned to 16 bytes, as torch allocates: without it nothing is loaded 16 bytes wide
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
-    source = ASTSource(fn=kernel, signature={**signature, **dict.fromkeys(constants, "constexpr")}, constexprs=constants, attrs=aligned)
-    options = dict(num_warps=num_warps, enable_fp_fusion=fusion)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["ptx"]
+def ids(specimens) -> list[str]:
+    return [s.name for s in specimens]
 
 
-def float_opcodes(ptx: str) -> set[str]:
-    """Every opcode that touches a float type, with any .approx, .ftz or matrix instruction."""
-    opcodes = set(re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][a-z0-9_]*(?:[.:]{1,2}[a-z0-9_]+)+)", ptx, re.MULTILINE))
-    return {op for op in opcodes if re.search(r"\.(f16|bf16|f32|f64|tf32|f16x2|bf16x2|f32x2)\b|approx|ftz|mma", op)}
+@pytest.mark.parametrize("target", EVERYWHERE)
+@pytest.mark.parametrize("specimen", catalogue(), ids=ids(catalogue()))
+def test_a_kernel_has_only_ieee_instructions_and_the_specified_order(specimen: Specimen, target: str) -> None:
+    result = audit(specimen, target)
+    assert result.problems == []
+    if specimen.order is not None and target.startswith("sm_"):
+        assert result.facts["order"] == "proved"
 
 
-def forbidden(ptx: str) -> set[str]:
-    return {op for op in float_opcodes(ptx) if op not in ALLOWED and not op.startswith(ALLOWED_PREFIXES) or "ftz" in op or "approx" in op}
+@pytest.mark.parametrize("target", [t for t in TARGETS if t not in EVERYWHERE])
+@pytest.mark.parametrize("family", FAMILY_HEADS)
+def test_every_target_accepts_one_kernel_of_each_family(family: str, target: str) -> None:
+    assert audit(FAMILY_HEADS[family], target).problems == []
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernel_has_only_ieee_float_instructions(name: str, architecture: int) -> None:
-    kernel, signature, constants, num_warps = KERNELS[name]
-    ptx = ptx_of(kernel, signature, constants, num_warps, architecture)
-    assert forbidden(ptx) == set()
-    assert float_opcodes(ptx), "the audit must have seen float instructions"
-    if name not in ("rmsnorm", "parts", "exp", "silu", "swiglu", "gelu"):
-        # one FMA per product of a step of UNROLL groups of 8, and not one multiplication beside them
-        products = constants["UNROLL"] * 8 * constants["R"] * constants["B"]
-        assert ptx.count("fma.rn.f32") == products and not re.search(r"\bmul\.\S*f32", ptx)
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_every_kernel_passes_on_every_target() -> None:
+    results = [audit(s, target) for s in catalogue() for target in s.targets]
+    assert {(r.name, r.target): r.problems for r in results if r.problems} == {}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_decode_loads_weights_sixteen_bytes_wide(architecture: int) -> None:
-    ptx = ptx_of(*KERNELS["decode"], architecture)
-    assert len(re.findall(r"ld\.global\S*v4\.b32", ptx)) >= 2 * _CHAIN["UNROLL"] * _CHAIN["R"]
+def _decorated(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in n.decorator_list)}
+
+
+def test_every_kernel_that_is_launched_stands_in_the_catalogue() -> None:
+    """Launched: named before a `[grid]` call, or jitted and called by no other jitted function."""
+    launched = set()
+    trees = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "kernels/exact").rglob("*.py"))}
+    jitted = {name: path for path, tree in trees.items() for name in _decorated(tree)}
+    called = {n.id for tree in trees.values() for f in _decorated(tree).values() for n in ast.walk(f) if isinstance(n, ast.Name)}
+    for tree in trees.values():
+        calls = [n.func.value.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Subscript) and isinstance(n.func.value, ast.Name)]
+        launched |= set(calls) & set(jitted)
+    launched |= set(jitted) - called
+    assert launched - {s.kernel.fn.__name__ for s in catalogue()} == set()
+
+
+# ---- wrong kernels: each fails with the name of its rule ------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -88,35 +92,180 @@ def wrong_division(x_ptr, y_ptr):
 
 
 @triton.jit
-def wrong_dot(x_ptr, y_ptr):
-    i = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
-    x = tl.load(x_ptr + i)
-    tl.store(y_ptr + i, tl.dot(x, x, input_precision="tf32"))
+def wrong_flush(x_ptr, y_ptr):
+    i = tl.arange(0, 128)
+    tl.store(y_ptr + i, libdevice.div_rn(tl.load(x_ptr + i), 3.0))
 
 
 @triton.jit
-def wrong_sum(x_ptr, y_ptr):
-    i = tl.arange(0, 1024)
-    tl.store(y_ptr, tl.sum(tl.load(x_ptr + i), 0))
+def wrong_atomic(x_ptr, y_ptr):
+    i = tl.arange(0, 128)
+    tl.atomic_add(y_ptr + i % 2, tl.load(x_ptr + i))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", [wrong_exp, wrong_division, wrong_dot], ids=lambda k: k.__name__)
-def test_a_wrong_kernel_fails_the_audit(kernel: object, architecture: int) -> None:
-    assert forbidden(ptx_of(kernel, dict(x_ptr="*fp32", y_ptr="*fp32"), {}, 4, architecture))
+@triton.jit
+def wrong_dot(x_ptr, y_ptr, PRECISION: tl.constexpr):
+    i = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    x = tl.load(x_ptr + i).to(tl.float32)
+    tl.store(y_ptr + tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :], tl.dot(x, tl.trans(x), input_precision=PRECISION))
 
 
-def shuffles(ptx: str) -> int:
-    return ptx.count("shfl.sync")
+@triton.jit
+def byte_dot(x_ptr, y_ptr):
+    i = tl.arange(0, 128)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    x = tl.load(x_ptr + i)
+    tl.store(y_ptr + tl.arange(0, 128)[:, None] * 128 + tl.arange(0, 128)[None, :], tl.dot(x, tl.trans(x), out_dtype=tl.int32))
 
 
-def test_a_library_sum_shows_in_the_audit_by_its_dependence_on_warps() -> None:
-    """tl.sum uses allowed opcodes; what betrays it is that its chain of additions changes with num_warps. rmsnorm's tree does not."""
-    signature = dict(x_ptr="*fp32", y_ptr="*fp32")
-    assert len({len(re.findall(r"add(?:\.rn)?\.f32", ptx_of(wrong_sum, signature, {}, warps, 90))) for warps in (1, 4)}) == 2
+def one(call, family: str = "elementwise", orders: dict | None = None) -> Specimen:
+    return captured("wrong", call, family=family, orders=orders)[0]
 
 
-def test_a_kernel_compiled_with_fusion_fails_the_audit() -> None:
-    """Forgetting enable_fp_fusion=False leaves add and mul that may be contracted to fma: the same source, other bits."""
-    kernel, signature, constants, num_warps = KERNELS["silu"]
-    assert {"add.f32", "mul.f32"} <= forbidden(ptx_of(kernel, signature, constants, num_warps, 90, fusion=True))
+X, Y, HALF, BYTE = torch.ones(128 * 64), torch.ones(128 * 128), torch.ones(128 * 64, dtype=torch.bfloat16), torch.ones(128 * 64, dtype=torch.int8)
+PLAIN = dict(enable_fp_fusion=False)
+WRONG_OPCODES = {
+    "exp": (lambda: wrong_exp[(1,)](X, Y, **PLAIN), "elementwise", "sm_80", "approx: "),
+    "exp on AMD": (lambda: wrong_exp[(1,)](X, Y, **PLAIN), "elementwise", "gfx942", "v_exp_f32"),
+    "a / b": (lambda: wrong_division[(1,)](X, Y, **PLAIN), "elementwise", "sm_90", "allow-list: "),
+    "libdevice flushes": (lambda: wrong_flush[(1,)](X, Y, **PLAIN), "elementwise", "sm_90", "ftz: "),
+    "atomic": (lambda: wrong_atomic[(1,)](X, Y, **PLAIN), "fma", "sm_90", "atomic: "),
+    "tf32": (lambda: wrong_dot[(1,)](X, Y, PRECISION="tf32", **PLAIN), "fma", "sm_80", "matrix instruction: family fma allows none"),
+    "ieee dot of upcast operands": (lambda: wrong_dot[(1,)](HALF, Y, PRECISION="ieee", **PLAIN), "fma", "sm_100", "matrix instruction: family fma allows none"),
+    "ieee dot on AMD": (lambda: wrong_dot[(1,)](X, Y, PRECISION="ieee", **PLAIN), "fma", "gfx942", "v_mfma_f32"),
+    "float matrix in the integer family": (lambda: wrong_dot[(1,)](HALF, Y, PRECISION="tf32", **PLAIN), "integer", "sm_90", "matrix instruction: family integer allows s8 x s8 -> s32 only"),
+    "fusion": (lambda: elementwise_kernel[(1,)](X, X, Y, 100, OP="silu", BLOCK=128), "elementwise", "sm_90", "contraction: "),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPCODES)
+def test_a_wrong_kernel_fails_with_the_name_of_its_rule(name: str) -> None:
+    call, family, target, rule = WRONG_OPCODES[name]
+    assert any(rule in problem for problem in audit(one(call, family), target).problems)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_bytes_on_integer_tensor_cores_pass_in_the_integer_family_only(target: str) -> None:
+    def call() -> object:
+        return byte_dot[(1,)](BYTE, Y.int(), **PLAIN)
+
+    assert audit(one(call, "integer"), target).problems == []
+    assert any("matrix instruction" in problem for problem in audit(one(call, "fma"), target).problems)
+
+
+def test_too_much_shared_memory_fails_where_it_does_not_fit() -> None:
+    def call() -> object:
+        return wrong_dot[(1,)](HALF, Y, PRECISION="bf16x3", num_stages=1, **PLAIN)
+
+    results = {target: audit(one(call, "fma"), target) for target in ("sm_80", "sm_89")}
+    shared = results["sm_89"].facts["shared_bytes"]
+    assert any("shared memory: sm_89 has 101376 bytes" in p for p in results["sm_89"].problems) == (shared > 101376)
+
+
+# ---- order ----------------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def chain_kernel(x_ptr, w_ptr, y_ptr, LENGTH: tl.constexpr, MODE: tl.constexpr):
+    lane = tl.arange(0, 32)
+    acc = tl.zeros((32,), tl.float32)
+    other = tl.zeros((32,), tl.float32)
+    for i in range(0, LENGTH, 2):
+        k = LENGTH - 2 - i if MODE == "descending" else i
+        x0, w0 = tl.load(x_ptr + k), tl.load(w_ptr + lane * LENGTH + k)
+        x1, w1 = tl.load(x_ptr + k + 1), tl.load(w_ptr + lane * LENGTH + k + 1)
+        if MODE == "two accumulators":
+            acc = tl.fma(x0, w0, acc)
+            other = tl.fma(x1, w1, other)
+        elif MODE == "permuted" or MODE == "descending":
+            acc = tl.fma(x0, w0, tl.fma(x1, w1, acc))
+        elif MODE == "mul and add":
+            acc = acc + x0 * w0
+            acc = acc + x1 * w1
+        else:
+            acc = tl.fma(x1, w1, tl.fma(x0, w0, acc))
+    if MODE == "two accumulators":
+        acc = acc + other
+    tl.store(y_ptr + lane, acc if MODE == "without + 0" else acc + 0.0)
+
+
+@triton.jit
+def sum_kernel(x_ptr, w_ptr, y_ptr, LENGTH: tl.constexpr):
+    lane, k = tl.arange(0, 32)[:, None], tl.arange(0, LENGTH)[None, :]
+    tl.store(y_ptr + tl.arange(0, 32), tl.sum(tl.load(x_ptr + k) * tl.load(w_ptr + lane * LENGTH + k), 1))
+
+
+def chain_order(ptx: str, specimen: Specimen) -> list[str]:
+    length = specimen.value("LENGTH")
+    products = [[(element("x_ptr", k), element("w_ptr", lane * length + k)) for k in range(length)] for lane in range(32)]
+    expected = {("y_ptr", lane): chunked_sum(pairs) for lane, pairs in enumerate(products)}
+    # a chunk alone: no total before it
+    expected = {key: total.args[1] if total.args[0] == 0 else total.args[0] for key, total in expected.items()}
+    return compare(run(ptx, specimen.params(), ctas=[(0, 0, 0)]), expected)
+
+
+def chain(mode: str) -> Specimen:
+    def call() -> object:
+        if mode == "tl.sum":
+            return sum_kernel[(1,)](X, Y, torch.ones(32), LENGTH=32, num_warps=1, **PLAIN)
+        return chain_kernel[(1,)](X, Y, torch.ones(32), LENGTH=32, MODE=mode, num_warps=1, **PLAIN)
+
+    return one(call, "fma", dict.fromkeys(("chain_kernel", "sum_kernel"), chain_order))
+
+
+WRONG_ORDERS = {
+    "descending": "ascending k: got the chain in descending order",
+    "permuted": "ascending k: got the products permuted, first at product 0",
+    "two accumulators": "one accumulator: ",
+    "mul and add": "products by fma: ",
+    "tl.sum": "products by fma: ",
+    "without + 0": "finished by + 0: ",
+}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_one_ascending_chain_is_proved(target: str) -> None:
+    assert audit(chain("good"), target).facts["order"] == "proved"
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100"])
+@pytest.mark.parametrize("mode", WRONG_ORDERS)
+def test_a_wrong_order_fails_with_the_name_of_its_rule(mode: str, target: str) -> None:
+    problems = audit(chain(mode), target).problems
+    assert len(problems) == 1 and problems[0].startswith("order: ") and WRONG_ORDERS[mode] in problems[0]
+
+
+# ---- audited = executed ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_a_recorded_kernel_compiles_to_the_same_bytes_again(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compile_specimen(FAMILY_HEADS["elementwise"], target)
+    entry = json.loads(json.dumps(entry_of(compiled)))
+    assert not entry["line_info"]
+    monkeypatch.chdir(tmp_path)  # no path may enter the binary
+    monkeypatch.setattr(knobs.compilation, "always_compile", True)
+    again = recompile(entry)
+    kind = "cubin" if target == "sm_90" else "hsaco"
+    assert hashlib.sha256(binary_of(again)).hexdigest() == entry[f"{kind}_sha256"]
+
+
+def test_a_record_of_another_triton_or_of_a_foreign_module_is_refused() -> None:
+    entry = entry_of(compile_specimen(FAMILY_HEADS["elementwise"], "sm_90"))
+    with pytest.raises(ValueError, match="needs its own triton"):
+        recompile(entry | {"triton": "0.0"})
+    with pytest.raises(ValueError, match="only kernels of this project"):
+        recompile(entry | {"kernel": "os:system"})
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "audit.json"
+    assert command.main(["--targets", "sm_80", "gfx942", "--kernels", "silu", "--json", str(out)]) == 0
+    text, results = capsys.readouterr().out, json.loads(out.read_text())["results"]
+    assert text.count("PASS silu") == 2 and "2 of 2 pass" in text
+    assert {r["target"] for r in results} == {"sm_80", "gfx942"} and all(len(r["sha256"]) == 64 and r["problems"] == [] for r in results)
+
+
+def test_an_unknown_kernel_name_is_one_clear_line(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--kernels", "no such kernel"])
+    assert "no entry's name starts with" in capsys.readouterr().err
