@@ -34,6 +34,7 @@ class Needs:
     exclusive: bool = False  # nothing else of ours may run: every timing cell
     fresh_process: bool = False
     packages: tuple[str, ...] = ()  # beyond the standard library, numpy, torch, triton
+    programs: tuple[str, ...] = ()  # on the path, e.g. "ncu"
     time_limit_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -49,11 +50,11 @@ class Needs:
             raise ValueError(f"a time limit is positive seconds, got time_limit_s={self.time_limit_s}")
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "packages": list(self.packages)}
+        return {**self.__dict__, "packages": list(self.packages), "programs": list(self.programs)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Needs:
-        return cls(**{**data, "packages": tuple(data.get("packages", ()))})
+        return cls(**{**data, "packages": tuple(data.get("packages", ())), "programs": tuple(data.get("programs", ()))})
 
 
 @dataclass(frozen=True, kw_only=True)

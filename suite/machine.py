@@ -141,6 +141,9 @@ def refusal(needs: Needs, machine: Machine) -> str | None:
     missing = [p for p in needs.packages if importlib.util.find_spec(p) is None]
     if missing:
         return f"it needs the package{'s' * (len(missing) > 1)} {', '.join(missing)}, not importable here; install with pip"
+    absent = [p for p in needs.programs if shutil.which(p) is None]
+    if absent:
+        return f"it needs the program{'s' * (len(absent) > 1)} {', '.join(absent)}, not on the path here"
     return None
 
 
