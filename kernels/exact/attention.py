@@ -28,12 +28,16 @@ import torch
 
 from kernels.exact import _attention_c
 from kernels.exact.activations import exp_ref
+from kernels.exact.attention_decode import DecodeSchedule, append_tokens, decode_attention
+from kernels.exact.attention_prefill import PrefillSchedule, prefill_attention
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 
-__all__ = ["BLOCK_KEYS", "KVCache", "append", "attention_ref", "causal_attention_ref", "make_cache", "score_scale"]
+__all__ = ["BLOCK_KEYS", "KVCache", "append", "attention", "attention_ref", "causal_attention_ref", "make_cache", "score_scale"]
 
 BLOCK_KEYS = 64
 MOST_DIM = 256
+MOST_TOKENS = (1 << 22) - 1  # of a row: blocks of keys are one dimension of a grid
+DECODE_ROWS = 32  # up to as many query rows per key head (tokens x heads of a group) the decode kernels, above them the prefill kernels
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -69,8 +73,8 @@ def make_cache(
     batch: int, tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> KVCache:
     """An empty cache of `tokens` positions a row. Raises ValueError for sizes or a dtype that no kernel serves."""
-    if batch < 0 or tokens < 1 or kv_heads < 1 or not 1 <= head_dim <= MOST_DIM or tokens >= 2**31 - BLOCK_KEYS:
-        raise ValueError(f"a cache has batch >= 0, 1 <= tokens < 2^31 - 64, kv_heads >= 1 and head_dim 1 to {MOST_DIM}; "
+    if batch < 0 or not 1 <= tokens <= MOST_TOKENS or kv_heads < 1 or not 1 <= head_dim <= MOST_DIM:
+        raise ValueError(f"a cache has batch >= 0, 1 <= tokens < 2^22, kv_heads >= 1 and head_dim 1 to {MOST_DIM}; "
                          f"got {batch=} {tokens=} {kv_heads=} {head_dim=}; pass the model's sizes")
     if dtype not in DTYPES:
         raise ValueError(f"a cache holds bf16, fp16 or fp32; got {dtype=}; take bf16")
@@ -98,8 +102,6 @@ def append(cache: KVCache, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, start_B: 
     if v_BTGD.dtype not in DTYPES or v_BTGD.device != k_BTGD.device:
         raise ValueError(f"v is bf16, fp16 or fp32 on k's device; got {v_BTGD.dtype=} {v_BTGD.device=} {k_BTGD.device=}; cast or move it")
     if cache.k.is_cuda:
-        from kernels.exact.attention_decode import append_tokens
-
         append_tokens(cache.k, cache.v, cache.tokens, k_BTGD, v_BTGD, start_B, count_B)
         return
     starts, counts = _host_lengths(cache, k_BTGD, start_B, count_B)
@@ -107,6 +109,30 @@ def append(cache: KVCache, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, start_B: 
         position = torch.arange(start, start + count)
         cache.v[b, :, start : start + count] = v_BTGD[b, :count].transpose(0, 1).to(cache.dtype)
         cache.k[b, :, position // BLOCK_KEYS, :, position % BLOCK_KEYS] = k_BTGD[b, :count].to(cache.dtype)
+
+
+def attention(
+    q_BTHD: torch.Tensor, cache: KVCache, start_B: torch.Tensor, count_B: torch.Tensor, out_dtype: torch.dtype = torch.float32, *,
+    max_tokens: int | None = None, schedule: DecodeSchedule | PrefillSchedule | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`attention_ref` on a GPU, bit for bit; nothing is read back to the host, so it can be captured in a CUDA graph.
+
+    max_tokens: the caller's bound on start_B + count_B (default: the capacity), which sizes the grid and the scratch. schedule: without one
+    the kernel follows from the shapes alone. head_dim is a multiple of 8. Lengths are trusted: a row whose start + count exceeds the bound
+    or whose start is negative means nothing, but reads nothing outside the cache.
+    """
+    _check_query(q_BTHD, cache, start_B, count_B, out_dtype)
+    if cache.head_dim % 8:
+        raise ValueError(f"the kernels read 8 elements at once: head_dim is a multiple of 8; got {cache.head_dim=}; pad q, k and v with zeros")
+    if max_tokens is not None and not 1 <= max_tokens <= cache.tokens:
+        raise ValueError(f"max_tokens is between 1 and the cache's capacity; got {max_tokens=} {cache.tokens=}; leave it out")
+    if q_BTHD.numel() == 0:
+        return torch.zeros(q_BTHD.shape, dtype=out_dtype, device=q_BTHD.device)
+    rows = q_BTHD.shape[1] * (q_BTHD.shape[2] // cache.kv_heads)
+    many = isinstance(schedule, PrefillSchedule) or (schedule is None and q_BTHD.shape[1] > 1 and rows > DECODE_ROWS)
+    run = prefill_attention if many else decode_attention
+    bound = cache.tokens if max_tokens is None else max_tokens
+    return run(q_BTHD, cache.k, cache.v, start_B, count_B, bound, score_scale(cache.head_dim), out_dtype, schedule)
 
 
 def attention_ref(
