@@ -217,6 +217,10 @@ class BundleStore:
         for home in sorted(self.bundles_dir.glob("??/*")):
             yield from sorted(p for p in home.iterdir() if p.is_dir() and not p.name.startswith(".tmp-"))
 
+    def attempts(self, key: str) -> list[Path]:
+        """The finished attempts at a key, oldest first."""
+        return sorted(_attempts(self.bundles_dir / key[:2] / key))
+
     def load_all(self) -> tuple[list[Bundle], list[BundleError]]:
         """All bundles (headers checked, payload digests not), and what could not be read."""
         good: list[Bundle] = []
@@ -267,13 +271,18 @@ class BundleStore:
 
 
 def _attempts(home: Path) -> list[Path]:
-    return [p for p in home.iterdir() if (p / "bundle.json").is_file()] if home.is_dir() else []
+    return [p for p in home.iterdir() if not p.name.startswith(".tmp-") and (p / "bundle.json").is_file()] if home.is_dir() else []
 
 
 def origin_of(path: Path) -> str:
     """'here' for a bundle measured under this store, else what brought it."""
     mark = Path(path) / ".origin"
     return mark.read_text() if mark.is_file() else "here"
+
+
+def trust(origin: str) -> int:
+    """How far a bundle's word counts: ours most, then a published one, then an ingested one. It comes before time: a stranger's clock may say anything."""
+    return {"here": 2, "published": 1}.get(origin, 0)
 
 
 def read_bundle(path: Path, *, verify_files: bool = True) -> Bundle:

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from suite.bundle import arrays_of
+from suite.bundle import arrays_of, trust
 from suite.cell import is_model
 from suite.identity import sha256_bytes
 from suite.measure import weakest
@@ -208,13 +208,9 @@ def make_view(rows: Iterable[Row], plan_points: Mapping[str, str], code_digests:
     return View(study=study, rows_=tuple(used), planned=dict(plan_points), plan_cells=tuple(plan_cells))
 
 
-_ORIGINS = ("here", "published")  # most trusted first; a stranger's clock may say anything, so origin comes before time
-
-
 def _rank(row: Row) -> tuple:
     moment = datetime.fromisoformat(row.started_at)
-    trust = -_ORIGINS.index(row.origin) if row.origin in _ORIGINS else -len(_ORIGINS)
-    return not row.stale, trust, moment if moment.tzinfo else moment.replace(tzinfo=UTC), row.bundle_id  # the id makes the choice independent of the order of ingest
+    return not row.stale, trust(row.origin), moment if moment.tzinfo else moment.replace(tzinfo=UTC), row.bundle_id  # the id makes the choice independent of the order of ingest
 
 
 def _for_reference(view: View, device: str) -> View:

@@ -78,6 +78,7 @@ class Driver:
         self.answers = {p: e.bundle.id for p, e in self.entries.items() if e.bundle and e.state == DONE}
         self.running: dict[str, Entry] = {}
         self.died: dict[str, int] = {}
+        self.there: dict[str, set[Path]] = {}  # attempts that lay in the store before the running one
         self.added: list[Bundle] = []
         self.backlog: list[Bundle] = []
         self.tracking_error = ""
@@ -114,6 +115,7 @@ class Driver:
             if self.states[point] != TO_RUN or point in self.running or not self._inputs_ready(entry):
                 continue
             if self.executor.can_start(entry.cell.needs.to_json()):
+                self.there[point] = set(self.store.attempts(entry.key))
                 self.executor.start(self._job(entry))
                 self.running[point] = entry
                 self.progress.running[entry.cell.label] = time.monotonic()
@@ -160,12 +162,23 @@ class Driver:
         self.progress.running.pop(entry.cell.label, None)
         if done.status == "NOT STORED":
             raise StoreFull(done.message)
+        stored = self._stored_by_the_dead(done, entry)
+        if stored is not None:
+            self._account(entry, stored, done)
+            return
         if done.killed and self.died.get(point, 0) < RETRIES_OF_A_KILLED_WORKER:
             self.died[point] = self.died.get(point, 0) + 1
             self.progress.messages.append(f"{entry.cell.label}: {done.message}; trying once more")
             return
         bundle = read_bundle(Path(done.path), verify_files=False) if done.path else self._write_for_the_dead(done)
         self._account(entry, bundle, done)
+
+    def _stored_by_the_dead(self, done: Done, entry: Entry) -> Bundle | None:
+        """The attempt of a worker that ended after it stored its bundle and before it said so: it counts, and nothing is measured twice."""
+        if done.path:
+            return None
+        new = [p for p in self.store.attempts(entry.key) if p not in self.there.get(done.job.point, set())]
+        return read_bundle(new[-1], verify_files=False) if new else None
 
     def _write_for_the_dead(self, done: Done) -> Bundle:
         status = TIMED_OUT if done.status == TIMED_OUT else FAILED

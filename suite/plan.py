@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from suite import identity
-from suite.bundle import Bundle, origin_of
+from suite.bundle import Bundle, origin_of, trust
 from suite.cell import Cell
 from suite.machine import Machine, device_model, refusal
 
@@ -113,7 +113,7 @@ def make_plan(study: str, preset: str, cells: Sequence[Cell], *, bundles: Sequen
 def _latest(bundles: Sequence[Bundle]) -> tuple[dict[str, Bundle], dict[tuple[str, str], Bundle]]:
     ours: dict[str, Bundle] = {}
     foreign: dict[tuple[str, str], Bundle] = {}
-    for b in sorted(bundles, key=lambda b: b.started_at):
+    for b in sorted(bundles, key=lambda b: (trust(origin_of(b.path)), b.started_at)):  # the last one stays
         if origin_of(b.path) == "here":
             if b.status == "OK" or b.key not in ours or ours[b.key].status != "OK":
                 ours[b.key] = b

@@ -9,7 +9,7 @@ import shlex
 import sys
 
 from suite import plan as planning
-from suite.bundle import Bundle
+from suite.bundle import Bundle, origin_of, trust
 from suite.progress import read_status
 from suite.session import Session
 from suite.study import load_study, study_names
@@ -103,7 +103,7 @@ def _find(session: Session, name: str) -> Bundle:
     if not found:
         labels = sorted({b.data["cell"]["label"] for b in bundles})[:5]
         raise ValueError(f"a cell is named by its label or by 6 or more digits of its point, key or bundle, got {name!r}; labels here begin {labels}")
-    return max(found, key=lambda b: b.started_at)
+    return max(found, key=lambda b: (trust(origin_of(b.path)), b.started_at))
 
 
 def doctor_command(args) -> int:

@@ -98,6 +98,14 @@ def test_an_adoption_that_fails_leaves_nothing(bundle, tmp_path, monkeypatch):
     assert caught.value.path == bundle.path and all_of(tmp_path / "here") == []
 
 
+def test_a_temp_folder_of_a_dead_writer_is_no_known_bundle(bundle, tmp_path):
+    here = BundleStore(tmp_path / "here")
+    left, _ = here.adopt(bundle.path, "ingested")
+    left.path.rename(left.path.with_name(".tmp-dead"))
+    again, new = here.adopt(bundle.path, "ingested")
+    assert new and here.remove_leftovers() == 1 and again.path.is_dir()
+
+
 def test_what_is_verified_is_the_copy(bundle, tmp_path, monkeypatch):
     """A payload that changes between two reads must not come in under the old digest."""
     write, here = bundles._write_synced, BundleStore(tmp_path / "here")

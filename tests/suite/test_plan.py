@@ -100,6 +100,14 @@ def test_foreign_bundles_count_only_with_reuse(tmp_path):
     assert states(plan([cell(1)], bundles=[adopted], options=Options(reuse=True))) == {"answer 1": "DONE"}
 
 
+def test_of_foreign_bundles_a_published_one_is_reused_before_one_that_claims_a_later_time(tmp_path):
+    entry, here = plan([cell(1)], torch="2.11.0").entries[0], BundleStore(tmp_path / "here")
+    late = here.adopt(write(BundleStore(tmp_path / "a"), entry, started_at="2999-01-01T00:00:00+00:00").path, "ingested")[0]
+    published = here.adopt(write(BundleStore(tmp_path / "b"), entry).path, "published")[0]
+    for bundles in ([late, published], [published, late]):
+        assert plan([cell(1)], bundles=bundles, options=Options(reuse=True)).entries[0].bundle.id == published.id
+
+
 def test_a_foreign_bundle_of_other_code_is_not_reused(tmp_path):
     entry = plan([cell(1)]).entries[0]
     store = BundleStore(tmp_path / "there")

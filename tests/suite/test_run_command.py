@@ -11,12 +11,15 @@ from suite.bundle import BundleStore, Draft
 from suite.cell import Cell, Needs
 from suite.commands import run as command
 from suite.driver import Conditions, RunReport, StoreFull, run_plan
+from suite.executors._base import Done
+from suite.job import Job
 from suite.locks import Held
 from suite.machine import Gpu, Machine
 from suite.plan import Plan, make_plan
 from suite.search import Float, Search
 from suite.session import Session
 from suite.study import Study
+from suite.worker import draft
 
 H200S = Machine(cpu_model="a cpu", cores=2, memory_gib=8.0, torch="2.11.0+cu130", triton="3.6.0", driver="580",
                 gpus=tuple(Gpu(index=i, name="NVIDIA H200", memory_gib=139.0) for i in range(4)))  # fmt: skip
@@ -73,6 +76,35 @@ def test_a_cell_that_no_worker_can_take_is_left_with_a_reason(session):
     plan = make_plan("toy", "smoke", [cell], bundles=[], machine=H200S, versions=lambda d: {}, asset_sha256=str)
     report = run_plan(plan, executor=Nothing(), store=session.store, conditions=Conditions(environment=lambda d: {}, commit="c", dirty=False))
     assert report.states == {cell.point: "TO RUN"} and "no worker" in report.reasons[cell.point] and not report.stopped
+
+
+@pytest.mark.parametrize("status, killed", [("DIED", True), ("TIMED OUT", False), ("DIED", False)])
+def test_a_worker_that_ends_after_it_stored_its_bundle_has_answered(session, status, killed):
+    """The reply was lost, the answer was not: one bundle, no second try."""
+
+    class LosesReplies:
+        started, ended = 0, []
+
+        def can_start(self, needs):
+            return True
+
+        def start(self, job):
+            self.started += 1
+            session.store.write(draft(job, status="OK", error="", started="2026-01-01T00:00:00+00:00", duration_s=1.0))
+            self.ended.append(Done(job=job, status=status, killed=killed))
+
+        def wait(self, timeout_s):
+            ended, self.ended = self.ended, []
+            return ended
+
+    cell = Cell(study="toy", measure="tests.toy.cells:answer", params={"n": 1})
+    plan = make_plan("toy", "smoke", [cell], bundles=[], machine=H200S, versions=lambda d: {}, asset_sha256=str)
+    session.store.write(draft(Job(cell=plan.entries[0].describe(), point=cell.point, key=plan.entries[0].key, code=plan.entries[0].code, modules=(), store=str(session.store.root)),
+                              status="FAILED", error="an older attempt", started="2025-01-01T00:00:00+00:00", duration_s=1.0))  # fmt: skip
+    executor = LosesReplies()
+    report = run_plan(plan, executor=executor, store=session.store, conditions=Conditions(environment=lambda d: {}, commit="c", dirty=False))
+    assert (report.states, executor.started) == ({cell.point: "DONE"}, 1)
+    assert [b.status for b in session.store.load_all()[0]].count("OK") == 1 and len(report.added) == 1
 
 
 class Tracker:
