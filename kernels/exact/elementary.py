@@ -133,8 +133,8 @@ def polynomial_f32(x, COEFFICIENTS: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def signed_f32(size, x):
-    """`size` >= 0 with the sign bit of x."""
-    return tl.where(x.to(tl.int32, bitcast=True) < 0, -size, size)
+    """`size` >= 0 with the sign bit of x, by integers: Triton's -v is 0 - v, which is +0 for +0."""
+    return (size.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
