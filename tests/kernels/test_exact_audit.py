@@ -24,7 +24,8 @@ from kernels.exact.audit.expression import element
 from kernels.exact.audit.machine import run
 from kernels.exact.audit.order import chunked_sum, compare
 from kernels.exact.audit.record import entry_of, recompile
-from kernels.exact.audit.specimen import TARGETS, Specimen, binary_of, captured, compile_specimen
+from kernels.exact.audit.specimen import TARGETS, Specimen, binary_of, captured, compile_specimen, target_of
+from kernels.exact.foreign import foreign, parameters, run_foreign
 
 BACKENDS = {"nvidia", "amd"} <= set(triton.backends.backends)
 pytestmark = pytest.mark.skipif(not BACKENDS, reason="needs triton's NVIDIA and AMD backends (compilers only)")
@@ -255,6 +256,24 @@ def test_a_record_of_another_triton_or_of_a_foreign_module_is_refused() -> None:
         recompile(entry | {"triton": "0.0"})
     with pytest.raises(ValueError, match="only kernels of this project"):
         recompile(entry | {"kernel": "os:system"})
+
+
+def test_foreign_code_of_new_architectures_is_refused() -> None:
+    """Triton makes sm_90a of 90, which a driver accepts on Hopper alone: that would be native code under another name."""
+    with pytest.raises(ValueError, match="PTX of an architecture"), foreign(90):
+        pass
+    with pytest.raises(ValueError, match="PTX of an architecture"):
+        run_foreign(wrong_exp, (1,), (X, Y), {}, architecture=100)
+
+
+def test_foreign_parameters_are_the_arguments_without_constants_and_two_scratch_pointers() -> None:
+    count = 1500
+    specimen = one(lambda: elementwise_kernel[(2,)](X, X, Y, count, OP="silu", BLOCK=1024, **PLAIN))
+    _, signature, _, _, bound = specimen.packed(target_of("sm_80"))
+    values = parameters(specimen, signature, bound)
+    assert [v.value for v in values] == [X.data_ptr(), X.data_ptr(), Y.data_ptr(), count, 0, 0]
+    ptx = compile_specimen(specimen, "sm_80").asm["ptx"]
+    assert ptx.count(".param .") == len(values), "the kernel takes as many parameters as are passed"
 
 
 def test_the_command_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

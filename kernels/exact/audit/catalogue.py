@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import torch
 
 from kernels.exact.activations import erf, exp, gelu, gelu_erf, log, silu, swiglu, tanh
-from kernels.exact.attention import make_cache, score_scale
+from kernels.exact.attention import attention, make_cache
 from kernels.exact.attention_backward import attention_backward
-from kernels.exact.attention_decode import append_tokens, decode_attention
-from kernels.exact.attention_prefill import prefill_attention
+from kernels.exact.attention_decode import append_tokens
 from kernels.exact.audit.specified import decode_order, parts_order, prefill_order, rmsnorm_order
 from kernels.exact.audit.specimen import TARGETS, Specimen, captured
 from kernels.exact.backward import cross_entropy_backward, embedding_backward, rmsnorm_backward, swiglu_backward, token_dot
 from kernels.exact.decode import DecodeSchedule, decode_fma, pack_weight
 from kernels.exact.integer import integer_accumulate, integer_finish, linear_integer, prepare_integer
+from kernels.exact.integer_engines import dp4a_totals
 from kernels.exact.norm import add_rmsnorm, layernorm, rmsnorm
 from kernels.exact.optimizer import AdamW, adamw_step
 from kernels.exact.prefill import PrefillSchedule, prefill_fma
@@ -36,18 +36,20 @@ __all__ = ["ENTRIES", "Entry", "catalogue"]
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ORDERS = {"decode_kernel": decode_order, "parts_kernel": parts_order, "prefill_kernel": prefill_order, "rmsnorm_kernel": rmsnorm_order}
+NVIDIA = tuple(t for t in TARGETS if t.startswith("sm_"))  # for layouts of 32 lanes
 K = 8 * (256 + 16)  # 8 spans of two chunks, the second one short
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One call of an operator."""
+    """One call of an operator; as_gpu: with what it does on NVIDIA GPUs alone (assembly)."""
 
     name: str
     call: Callable[[], object]
     family: str
     targets: tuple[str, ...] = TARGETS
     orders: dict = field(default_factory=lambda: ORDERS)
+    as_gpu: bool = False
 
 
 def _ones(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -63,11 +65,9 @@ def _prefill(x: torch.dtype, w: torch.dtype, schedule: PrefillSchedule | None = 
 
 
 def _attention(tokens: int, dim: int, out_dtype: torch.dtype = FP32) -> Callable[[], object]:
-    """The kernels that `attention` chooses between for a cache of 130 positions: one token, or many."""
-    cache = make_cache(2, 130, 2, dim)
-    start, count = torch.zeros(2, dtype=torch.int32), torch.full((2,), tokens, dtype=torch.int32)
-    chosen = decode_attention if tokens == 1 else prefill_attention
-    return lambda: chosen(_ones(2, tokens, 6, dim, dtype=BF16), cache.k, cache.v, start, count, 130, score_scale(dim), out_dtype, None)
+    """One token (decode kernels) or many (prefill kernels) over a cache of 130 positions."""
+    cache, length = make_cache(2, 130, 2, dim), torch.full((2,), tokens, dtype=torch.int32)
+    return lambda: attention(_ones(2, tokens, 6, dim, dtype=BF16), cache, length - tokens, length, out_dtype)
 
 
 def _append() -> object:
@@ -87,6 +87,10 @@ def _integer(m: int, products: str, prefill: bool, totals: bool = False) -> Call
         ex = torch.zeros(m, dtype=torch.int32)
         return lambda: integer_finish(integer_accumulate(x, weight, ex), ex, weight)
     return lambda: linear_integer(x, weight)
+
+
+def _planes(rows: int) -> torch.Tensor:
+    return torch.ones((3, rows, 320), dtype=torch.int8)
 
 
 def _rows_of_one(operator: Callable[..., object]) -> Callable[[], object]:
@@ -109,13 +113,16 @@ ENTRIES = (
     Entry(name="decode, split", family="fma", call=_decode(1, 70, FP32, FP32, DecodeSchedule(split=2, x_ahead=False))),
     Entry(name="prefill", family="fma", call=_prefill(FP32, BF16)),
     Entry(name="prefill, 16 bits", family="fma", call=_prefill(BF16, FP16, PrefillSchedule(rows=4, block_m=4, warps_m=8))),
-    Entry(name="prefill in tiles", family="fma", call=lambda: prefill_tiled(_ones(33, K), pack_weight(_ones(140, K, dtype=BF16)))),
+    Entry(name="prefill in tiles", family="fma", targets=NVIDIA, call=lambda: prefill_tiled(_ones(33, K), pack_weight(_ones(140, K, dtype=BF16)))),
     Entry(name="token dot", family="fma", call=lambda: token_dot(_ones(272, 70), _ones(272, 70))),
     # family B
     Entry(name="integer decode", family="integer", call=_integer(1, "b6", prefill=False)),
     Entry(name="integer decode b9", family="integer", call=_integer(1, "b9", prefill=False, totals=True)),
     Entry(name="integer prefill", family="integer", call=_integer(200, "b6", prefill=True)),
     Entry(name="integer prefill b9", family="integer", call=_integer(200, "b9", prefill=True)),
+    Entry(name="integer decode, assembly", family="integer", targets=NVIDIA, as_gpu=True, call=_integer(1, "b6", prefill=False)),
+    Entry(name="integer dp4a", family="integer", targets=NVIDIA, as_gpu=True, call=lambda: dp4a_totals(_planes(33), _planes(70), "b9")),
+    Entry(name="integer dp4a by shifts", family="integer", call=lambda: dp4a_totals(_planes(33), _planes(70), "b9")),
     # attention: chains over head_dim and over blocks of 64 keys
     Entry(name="cache", family="elementwise", call=_append),
     Entry(name="attention, one token", family="fma", call=_attention(1, 64)),
@@ -148,6 +155,6 @@ def catalogue() -> tuple[Specimen, ...]:
     """Every specimen; two launches of one entry that compile to one kernel are one."""
     found: dict[tuple, Specimen] = {}
     for entry in ENTRIES:
-        for specimen in captured(entry.name, entry.call, family=entry.family, orders=entry.orders, targets=entry.targets):
+        for specimen in captured(entry.name, entry.call, family=entry.family, orders=entry.orders, targets=entry.targets, as_gpu=entry.as_gpu):
             found.setdefault((entry.name, specimen.name), specimen)
     return tuple(found.values())

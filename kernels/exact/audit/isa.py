@@ -98,7 +98,7 @@ def sass_problems(sass: str, ptx: str, family: str) -> list[str]:
     divides = any(op.startswith(("div.", "rem.")) for op in opcodes)
     roots = sum(count for op, count in opcodes.items() if op.startswith("sqrt.rn"))
     for op, operands in own + parts[True]:
-        head = op.split(".")[0]
+        head, operands = op.split(".")[0], operands.replace(".reuse", "")
         constant = re.match(r"R\d+, -?RZ(\.H0_H0)?, (-?RZ(\.H0_H0)?,|-?R\d+(\.H\d_H\d)?\s*$)", operands)  # r = -0 * 0 + c and r = -0 + r.H0: moves
         if re.search(r"MMA", op) and not (op == "HFMA2.MMA" and constant):
             if family != "integer" or not re.match(r"IMMA|IGMMA|UTCIMMA", op):

@@ -9,7 +9,7 @@ the binary; what still decides its bytes is the source, the launch, the target a
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -65,6 +65,8 @@ class Specimen:
         """Triton's own reading of the launch for a target: options, signature, constants, attributes, values by argument."""
         backend = make_backend(target)
         kwargs = {**self.kwargs, "debug": False, "instrumentation_mode": ""}
+        if target.backend == "hip":
+            kwargs.pop("maxnreg", None)  # ptxas's cap on registers; AMD's compiler has none
         binder = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
         bound, specialization, options = binder(*self.args, **kwargs)
         return *self.kernel._pack_args(backend, kwargs, bound, specialization, options), bound
@@ -84,8 +86,11 @@ class Specimen:
         return self.packed(target_of("sm_80"))[-1][name]
 
 
-def captured(name: str, call: Callable[[], object], *, family: str, orders: dict | None = None, targets: tuple[str, ...] = TARGETS) -> list[Specimen]:
-    """The launches that `call` makes, one specimen each; `orders` by the kernel's name. Tensors may live on the CPU: nothing runs."""
+def captured(name: str, call: Callable[[], object], *, family: str, orders: dict | None = None, targets: tuple[str, ...] = TARGETS, as_gpu: bool = False) -> list[Specimen]:
+    """The launches that `call` makes, one specimen each; `orders` by the kernel's name. Tensors may live on the CPU: nothing runs.
+
+    as_gpu: they say that they are on a GPU, for operators that choose an instruction by that.
+    """
     launches: list[Specimen] = []
 
     def note(kernel: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: object) -> None:
@@ -95,7 +100,7 @@ def captured(name: str, call: Callable[[], object], *, family: str, orders: dict
         place = tuple(grid) + (1,) * (3 - len(grid))
         launches.append(Specimen(name=name, kernel=kernel, args=args, kwargs=kwargs, grid=place, family=family, targets=targets, order=order))
 
-    with mock.patch.object(JITFunction, "run", note):
+    with mock.patch.object(JITFunction, "run", note), mock.patch.object(torch.Tensor, "is_cuda", True) if as_gpu else nullcontext():
         call()
     if not launches:
         raise ValueError(f"an entry launches at least one kernel; got none from {name!r}; pass tensors that are not empty")
