@@ -42,7 +42,7 @@ class IntegerDecodeSchedule:
     num_warps: int = 4
     num_stages: int = 3
     wide: bool = True
-    assembly: bool = True
+    assembly: bool | None = None
 
     def __post_init__(self) -> None:
         allowed = {"block_n": (16, 32, 64, 128), "block_k": (32, 64, 128, 256), "num_warps": (1, 2, 4, 8)}
@@ -217,6 +217,7 @@ def decode_integer(planes: torch.Tensor, ex_M: torch.Tensor, weight, schedule: I
     m, n, kp = planes.shape[1], weight.n, planes.shape[2]
     s = schedule or integer_decode_schedule(m, n, weight.k)
     code = weight.code is not None
+    assembly = s.assembly if s.assembly is not None else planes.is_cuda and torch.version.hip is None
     tokens = 8 if s.wide and m <= 8 else 16
     blocks = triton.cdiv(triton.cdiv(kp, s.block_k), s.split)
     split = triton.cdiv(kp, blocks * s.block_k)  # no part is empty
@@ -224,7 +225,7 @@ def decode_integer(planes: torch.Tensor, ex_M: torch.Tensor, weight, schedule: I
     grid = (triton.cdiv(n, s.block_n), split, triton.cdiv(m, tokens))
     integer_decode_kernel[grid](
         planes, weight.code if code else weight.digits, ex_M, weight.ex_N, parts, m, n, kp, blocks, m * kp, n * kp, T=tokens, BN=s.block_n,
-        BK=s.block_k, B9=weight.products == "b9", EVEN_K=kp % s.block_k == 0, CODE=code, ASSEMBLY=s.assembly and planes.is_cuda, WIDE=s.wide,
+        BK=s.block_k, B9=weight.products == "b9", EVEN_K=kp % s.block_k == 0, CODE=code, ASSEMBLY=assembly and code, WIDE=s.wide,
         FINISH=parts.dtype == torch.float32, num_warps=s.num_warps, num_stages=s.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out if split == 1 else finish_parts(parts, ex_M, weight, out, out.dtype)
