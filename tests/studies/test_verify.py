@@ -219,6 +219,11 @@ def test_an_operator_that_raises_costs_itself_alone(small):
     assert {r["operator"]: r["error"] for r in result.records["golden"]} == {"linear": "", "rmsnorm": "", "exp": "RuntimeError: out of resource: shared memory"}
 
 
+def test_what_a_gpu_launches_is_recorded_beside_the_answers(small):
+    records, kernels = verify_cells._recorded(small.manifest, "cpu")  # on a CPU nothing is launched
+    assert kernels == [] and all(r["equal"] for r in records)
+
+
 def test_other_inputs_are_refused_as_a_broken_generator(small):
     small.operators["exp"] = replace(small["exp"], inputs=lambda seed, **p: (OPERATORS["exp"].inputs(seed + 1, **p)))
     with pytest.raises(ManifestError, match="exp, fp32 bit patterns.*Philox generator is broken"):
