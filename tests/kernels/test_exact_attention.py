@@ -1,13 +1,22 @@
-"""Claims about attention's oracle: it is its definition bit for bit, in either engine, and nothing but a token's own past reaches it."""
+"""Claims about attention's oracle: it is its definition bit for bit, in either engine, and nothing but a token's own past reaches it.
+
+And about the compiled kernels, which are read as PTX: no GPU is needed.
+"""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from kernels.exact import _attention_c, digest, exp_ref, fma_f32, philox_bell
-from kernels.exact.attention import BLOCK_KEYS, KVCache, append, attention_ref, causal_attention_ref, make_cache
+from kernels.exact import attention_decode as decode
+from kernels.exact import attention_prefill as prefill
+from kernels.exact.attention import BLOCK_KEYS, KVCache, append, attention, attention_ref, causal_attention_ref, make_cache
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 needs_c = pytest.mark.skipif(not _attention_c.available(), reason="needs a C compiler named cc")
@@ -240,3 +249,73 @@ def test_wrong_sizes_dtypes_and_lengths_are_refused() -> None:
             make_cache(*sizes)
     with pytest.raises(ValueError, match="holds"):
         make_cache(1, 8, 1, 8, torch.float64)
+
+
+# ---- compiled offline: no GPU is needed to see the instructions ----------------------------------------------------------------
+
+# rn = round to nearest even; max is order-free; conversions to 16 bits are one rounding, from 16 bits exact. See test_exact_audit.py.
+ALLOWED = {"fma.rn.f32", "add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "max.f32"}
+ALLOWED_PREFIXES = ("cvt.rn.bf16", "cvt.rn.f16", "cvt.f32.bf16", "cvt.f32.f16", "setp.", "selp.", "mov.", "ld.", "st.")
+LENGTHS = dict(start_ptr="*i32", count_ptr="*i32")
+DECODE_SHAPE, TILE_SHAPE = dict(G=4, GROUP=7, D=128, L=32, W=4, R=2, J=2), dict(H=28, G=4, D=128, X=8, Y=16, A=2, E=8, UNROLL=2)
+KERNELS = {
+    "append": (decode.append_kernel, dict(k_ptr="*fp32", v_ptr="*bf16", to_k_ptr="*bf16", to_v_ptr="*fp16", **LENGTHS), dict(G=4, D=128, BLOCK=512)),
+    "decode scores": (decode.decode_scores_kernel, dict(q_ptr="*bf16", k_ptr="*bf16", s_ptr="*fp32", max_ptr="*fp32", scale="fp32", **LENGTHS), dict(DECODE_SHAPE, UNROLL=32, Q_WIDE=False)),
+    "decode values": (decode.decode_values_kernel, dict(s_ptr="*fp32", max_ptr="*fp32", p_ptr="*fp32", v_ptr="*bf16", o_ptr="*bf16", **LENGTHS), dict(DECODE_SHAPE, UNROLL=16, WEIGHTS=256)),
+    "prefill scores": (prefill.prefill_scores_kernel, dict(q_ptr="*fp32", k_ptr="*bf16", s_ptr="*fp32", max_ptr="*fp32", scale="fp32", **LENGTHS), TILE_SHAPE),
+    "prefill weights": (prefill.prefill_weights_kernel, dict(s_ptr="*fp32", max_ptr="*fp32", l_ptr="*fp32", **LENGTHS), dict(H=28, UNROLL=16)),
+    "prefill values": (prefill.prefill_values_kernel, dict(p_ptr="*fp32", l_ptr="*fp32", v_ptr="*bf16", o_ptr="*fp32", **LENGTHS), dict(TILE_SHAPE, X=16, Y=8)),
+}
+MULTIPLES_OF_16 = ("PADDED", "QC", "t0")  # integers that the launches pass as such
+# products of one trip of each chain, copies of the loop with and without mask, and exp's 10 for each weight of a thread
+FMAS = {"append": 0, "decode scores": 32 * 2 * 2, "decode values": 2 * 16 * 2 * 2 + 10 * 4, "prefill scores": 2 * 64, "prefill weights": 10 * 16, "prefill values": 2 * 2 * 64}
+needs_cuda_compiler = pytest.mark.skipif("nvidia" not in triton.backends.backends, reason="needs triton's NVIDIA backend (compiler only)")
+
+
+def compiled(name: str, architecture: int, fusion: bool = False) -> str:
+    """PTX, with pointers aligned as torch allocates them."""
+    kernel, pointers, constants = KERNELS[name]
+    signature = {arg: pointers.get(arg, "constexpr" if arg in constants else "i32") for arg in kernel.arg_names}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, (arg, kind) in enumerate(signature.items()) if kind.startswith("*") or arg in MULTIPLES_OF_16}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=dict(num_warps=4, enable_fp_fusion=fusion)).asm["ptx"]
+
+
+def forbidden(ptx: str) -> set[str]:
+    opcodes = set(re.findall(r"^\s*(?:@!?%p\d+\s+)?([a-z][a-z0-9_]*(?:[.:]{1,2}[a-z0-9_]+)+)", ptx, re.MULTILINE))
+    floats = {op for op in opcodes if re.search(r"\.(f16|bf16|f32|f64|tf32|f16x2|bf16x2|f32x2)\b|approx|ftz|mma", op)}
+    return {op for op in floats if op not in ALLOWED and not op.startswith(ALLOWED_PREFIXES) or "ftz" in op or "approx" in op}
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_have_only_ieee_float_instructions_and_no_product_beside_the_chains(name: str, architecture: int) -> None:
+    ptx = compiled(name, architecture)
+    assert forbidden(ptx) == set()
+    assert ptx.count("fma.rn.f32") == FMAS[name], "one FMA per product"
+    if "scores" in name or name == "prefill values":
+        assert len(re.findall(r"ld\.global\S*v4\.b32", ptx)) >= 2, "operands of the products are loaded 16 bytes wide"
+
+
+@needs_cuda_compiler
+def test_an_attention_kernel_compiled_with_fusion_fails_the_audit() -> None:
+    assert {"add.f32", "mul.f32"} <= forbidden(compiled("decode values", 90, fusion=True))
+
+
+def test_schedules_that_no_kernel_can_run_are_refused() -> None:
+    for wrong in (dict(columns=8, per_thread=8, blocks=2), dict(score_keys=3), dict(score_keys=8, score_blocks=1), dict(rows=64)):
+        with pytest.raises(ValueError):
+            decode.DecodeSchedule(**wrong)
+    for wrong in (dict(tokens=16), dict(score_tokens=16), dict(score_warps=8), dict(unroll=3), dict(scratch_bytes=0)):
+        with pytest.raises(ValueError):
+            prefill.PrefillSchedule(**wrong)
+    assert len(decode.decode_schedules()) == len(prefill.prefill_schedules()) == 10
+
+
+def test_the_gpu_entry_refuses_what_its_kernels_cannot_read() -> None:
+    with pytest.raises(ValueError, match="multiple of 8"):
+        attention(torch.zeros(1, 1, 1, 12), make_cache(1, 8, 1, 12), lengths(0), lengths(1))
+    for bound in (0, 9):
+        with pytest.raises(ValueError, match="max_tokens"):
+            attention(torch.zeros(1, 1, 1, 8), make_cache(1, 8, 1, 8), lengths(0), lengths(1), max_tokens=bound)
