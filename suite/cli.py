@@ -4,7 +4,7 @@
     python -m suite run determinism --preset cpu
     python -m suite claims determinism --json
 
-Exit codes: 0 all went well; 1 something failed (a cell, a bundle that could not be read, a check);
+Exit codes: 0 all went well; 1 something failed (a cell, a bundle that could not be read, a check) or was left to run;
 2 wrong usage (unknown study, preset, executor, expression); 3 a store or device is in use by another
 process; 4 the tracking store or the disk refused (bundles written so far are kept); 75 stopped at a
 checkpoint, run again to go on; 130 interrupted.

@@ -71,7 +71,7 @@ def sha256_file(path: Path) -> str:
 def key(*, point: str, code: str, input_keys: Mapping[str, str], assets: Mapping[str, str], versions: Mapping[str, str], device_model: str) -> str:
     """sha256 over a point and the conditions under which it is asked.
 
-    `versions` holds torch, triton and (for a GPU cell) the driver; `assets` name -> sha256.
+    `versions` holds torch with its build, triton, numpy and (for a GPU cell) the driver; `assets` name -> sha256.
     """
     return sha256_json([point, code, dict(input_keys), dict(assets), dict(versions), device_model])
 
