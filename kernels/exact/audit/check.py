@@ -8,7 +8,7 @@
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.exact.audit.expression import NotTraced, forget
 from kernels.exact.audit.isa import amdgcn_facts, amdgcn_problems, float_opcodes, ptx_problems, sass_facts, sass_of, sass_problems
@@ -56,7 +56,7 @@ def audit_compiled(specimen: Specimen, target: str, asm: dict, shared_bytes: int
         problems = ptx_problems(asm["ptx"], specimen.family) + sass_problems(sass, asm["ptx"], specimen.family)
         found, facts["order"] = _order(specimen, asm["ptx"])
         problems += found
-        facts |= sass_facts(binary) | {"opcodes": float_opcodes(asm["ptx"])}
+        facts |= sass_facts(sass) | {"opcodes": float_opcodes(asm["ptx"])}
     else:
         problems = amdgcn_problems(asm["amdgcn"], asm["llir"], specimen.family)
         facts |= amdgcn_facts(asm["amdgcn"]) | {"order": "opcodes only"}
@@ -66,10 +66,14 @@ def audit_compiled(specimen: Specimen, target: str, asm: dict, shared_bytes: int
     return AuditResult(name=specimen.name, target=target, problems=problems, facts=facts)
 
 
-def audit(specimen: Specimen, target: str) -> AuditResult:
-    """Compiled here, without a GPU. A kernel that does not compile for the target has that as its problem."""
+def audit(specimen: Specimen, target: str, *, order: bool = True) -> AuditResult:
+    """Compiled here, without a GPU. A kernel that does not compile for the target has that as its problem.
+
+    order: also run the PTX on symbols, which takes seconds a kernel; without it only instructions are judged.
+    """
     try:
         compiled = compile_specimen(specimen, target)
     except Exception as error:  # the compilers' own errors have no common base class
         return AuditResult(name=specimen.name, target=target, problems=[f"compiles: got {type(error).__name__}: {str(error)[:300]}"], facts={})
+    specimen = specimen if order else replace(specimen, order=None)
     return audit_compiled(specimen, target, compiled.asm, compiled.metadata.shared, binary_of(compiled))

@@ -98,7 +98,7 @@ def sass_problems(sass: str, ptx: str, family: str) -> list[str]:
     divides = any(op.startswith(("div.", "rem.")) for op in opcodes)
     roots = sum(count for op, count in opcodes.items() if op.startswith("sqrt.rn"))
     for op, operands in own + parts[True]:
-        head, operands = op.split(".")[0], operands.replace(".reuse", "")
+        head, operands = op.split(".")[0], re.split(r"\s[?&]|\s{3,}", operands.replace(".reuse", ""))[0]
         constant = re.match(r"R\d+, -?RZ(\.H0_H0)?, (-?RZ(\.H0_H0)?,|-?R\d+(\.H\d_H\d)?\s*$)", operands)  # r = -0 * 0 + c and r = -0 + r.H0: moves
         if re.search(r"MMA", op) and not (op == "HFMA2.MMA" and constant):
             if family != "integer" or not re.match(r"IMMA|IGMMA|UTCIMMA", op):
@@ -115,14 +115,12 @@ def sass_problems(sass: str, ptx: str, family: str) -> list[str]:
     return sorted(set(problems))
 
 
-def sass_facts(cubin: bytes) -> dict[str, object]:
-    """Registers, stack and local bytes (spills) by cuobjdump."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([knobs.nvidia.cuobjdump.path, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
-    usage = {name.lower(): int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return {"registers": usage["reg"], "spill_bytes": usage["stack"] + usage["local"]}
+def sass_facts(sass: str) -> dict[str, object]:
+    """Registers that the code names, and the bytes a thread that the code moves to and from local memory (spills), each access counted once."""
+    width = {"64": 8, "128": 16}
+    spills = re.findall(r"\b(?:STL|LDL)((?:\.\w+)*)", sass)
+    used = max(int(r) for r in re.findall(r"\bR(\d+)\b", sass)) + 1
+    return {"registers": used, "spill_bytes": sum(width.get(s.rpartition(".")[2], 4) for s in spills)}
 
 
 # ---- AMD -----------------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from triton.compiler.compiler import make_backend
 
 from kernels.exact.audit.specimen import reproducible_compiles, source_class
 
-__all__ = ["entry_of", "recompile", "record_compiles"]
+__all__ = ["differences", "entry_of", "recompile", "record_compiles"]
 
 # paths of the machine; the backend puts its own libdevice there
 _NOT_PORTABLE = ("extern_libs",)
@@ -100,6 +100,18 @@ def recompile(entry: dict) -> CompiledKernel:
     with reproducible_compiles():
         options = {name: _decoded(value) for name, value in entry["options"].items()}
         return triton.compile(source, target=GPUTarget(*entry["target"]), options=options)
+
+
+def differences(entries: list[dict]) -> list[str]:
+    """Compiles every entry again and names those whose binary is another; empty: what was executed is what is audited here."""
+    wrong = []
+    for entry in entries:
+        kind = "cubin" if "cubin_sha256" in entry else "hsaco"
+        again = _sha256(recompile(entry).asm[kind])
+        if again != entry[f"{kind}_sha256"]:
+            reason = "it was compiled with line information" if entry["line_info"] else "another source, compiler or launch"
+            wrong.append(f"{entry['kernel']}: executed {entry[f'{kind}_sha256'][:12]}, compiled here {again[:12]} ({reason})")
+    return wrong
 
 
 def _known_kernels() -> Iterator[triton.JITFunction]:
