@@ -98,7 +98,9 @@ class _Text:
     """What one prompt has led to so far."""
 
     def __init__(self, *, eos: int | None) -> None:
-        self.eos, self.tokens, self.logits = eos, [], []
+        self.eos = eos
+        self.tokens: list[int] = []
+        self.logits: list[str] = []
 
     @property
     def ended(self) -> bool:
@@ -110,7 +112,10 @@ class _Text:
             self.logits.append(digest(logits_V))
 
 
-def _generate_group(decoder, prompts, requests, texts, group, new_tokens, schedule, observe) -> None:
+def _generate_group(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], requests: Sequence[int], texts: Sequence[_Text], group: range, new_tokens: int,
+    schedule: Schedule, observe: Observer | None,
+) -> None:  # fmt: skip
     """The prompts of one batch, step by step; stops when all have ended."""
     prefixes, named = [list(prompts[i]) for i in group], [requests[i] for i in group]
     for step in range(new_tokens):

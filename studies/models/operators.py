@@ -25,8 +25,8 @@ import torch.nn.functional as F
 class Span:
     """The new tokens of one pass: token t < count_B[b] of row b has position start_B[b] + t.
 
-    Of use to plain attention only: `extent`, at least the keys that any row sees; `even`, true where all rows have the same start and
-    T tokens each, and see `extent` keys in the end: then no mask is needed.
+    Known without asking the device: `extent`, at least the keys that any row sees, bounds the work; `even`, true where all rows have the same
+    start and T tokens each, and see `extent` keys in the end, spares plain attention its mask.
     """
 
     start_B: torch.Tensor
@@ -68,20 +68,24 @@ def _exact(*, gpu: bool) -> Operators:
 
     rotate, gate = (rope.rope, activations.swiglu) if gpu else (rope.rope_ref, activations.swiglu_ref)
     normalise, add_and_normalise = (norm.rmsnorm, norm.add_rmsnorm) if gpu else (norm.rmsnorm_ref, norm.add_rmsnorm_ref)
-    attend = attention.attention if gpu else attention.attention_ref
 
-    def add_norm(h_MK, delta_MK, w_K, eps, dtype):
+    def attend(q_BTHD: torch.Tensor, cache: Any, span: Span, dtype: torch.dtype) -> torch.Tensor:
+        if gpu:
+            return attention.attention(q_BTHD, cache, span.start_B, span.count_B, out_dtype=dtype, max_tokens=span.extent)
+        return attention.attention_ref(q_BTHD, cache, span.start_B, span.count_B, out_dtype=dtype)
+
+    def add_norm(h_MK: torch.Tensor, delta_MK: torch.Tensor | None, w_K: torch.Tensor, eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         if delta_MK is None:
             return h_MK, normalise(h_MK, w_K, eps=eps, out_dtype=dtype)
         return add_and_normalise(h_MK, delta_MK, w_K, eps=eps, out_dtype=dtype)
 
-    def swiglu(gate_up_MN, dtype):
+    def swiglu(gate_up_MN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return gate(*gate_up_MN.chunk(2, dim=1), out_dtype=dtype)
 
     return Operators(
         make_cache=attention.make_cache,
         append=lambda cache, k_BTGD, v_BTGD, span: attention.append(cache, k_BTGD, v_BTGD, span.start_B, span.count_B),
-        attention=lambda q_BTHD, cache, span, dtype: attend(q_BTHD, cache, span.start_B, span.count_B, out_dtype=dtype),
+        attention=attend,
         add_norm=add_norm,
         rope=rotate,
         swiglu=swiglu,
@@ -107,8 +111,7 @@ def _make_cache(*, batch: int, tokens: int, kv_heads: int, head_dim: int, dtype:
 def _append(cache: TorchCache, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, span: Span) -> None:
     rows = torch.arange(k_BTGD.shape[0], device=k_BTGD.device)
     if k_BTGD.shape[1] == 1:  # an idle row writes where its next token will
-        rows, tokens = rows, torch.zeros_like(rows)
-        where = span.start_B.long()
+        tokens, where = torch.zeros_like(rows), span.start_B.long()
     else:
         rows, tokens = (torch.arange(k_BTGD.shape[1], device=rows.device) < span.count_B[:, None]).nonzero(as_tuple=True)
         where = span.position_BT[rows, tokens]
@@ -131,14 +134,16 @@ def _attention(q_BTHD: torch.Tensor, cache: TorchCache, span: Span, dtype: torch
     return o.transpose(1, 2).to(dtype)
 
 
-def _add_norm(h_MK, delta_MK, w_K, eps, dtype):
+def _add_norm(h_MK: torch.Tensor, delta_MK: torch.Tensor | None, w_K: torch.Tensor, eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     h_MK = h_MK if delta_MK is None else h_MK + delta_MK
     x = h_MK.float()
     x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     return h_MK, w_K.to(dtype) * x.to(dtype)
 
 
-def _rope(x_BTHD, position_BT, cos_PD, sin_PD, out_dtype=None):
+def _rope(
+    x_BTHD: torch.Tensor, position_BT: torch.Tensor, cos_PD: torch.Tensor, sin_PD: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     cos, sin = (table[position_BT][:, :, None].to(x_BTHD.dtype) for table in (cos_PD, sin_PD))
     a, b = x_BTHD.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(out_dtype or x_BTHD.dtype)
