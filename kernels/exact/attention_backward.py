@@ -12,8 +12,8 @@ Legend: B sequences, T tokens (query t sees keys j <= t), H query heads in group
             each query head; then the heads of the group are added in ascending order, beginning with the first. dv_j likewise (p, do).
 What a query may not see is skipped, never multiplied by 0; nothing depends on the batch, and no atomics are used.
 
-It serves whole sequences of one length, as training reads them: no cache, no padding, no dropout. p and ds of some heads stand in a
-workspace of T * T floats a head; how many heads at a time changes no bits. delta needs o, the forward pass's output.
+It serves whole sequences of one length, as training reads them: no cache, no padding, no dropout. s, dp, p and ds of some heads stand in
+a workspace of 4 T T floats a head; how many heads at a time changes no bits. delta needs o, the forward pass's output.
 """
 
 import torch
@@ -28,7 +28,7 @@ from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 __all__ = ["attention_backward", "attention_backward_ref"]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_LONGEST = 1 << 18  # the workspace of one head would be half a terabyte
+_LONGEST, _WIDEST = 1 << 17, 256  # the workspace of one head is 256 GB there, and a grid has at most 65,535 blocks of tokens
 
 
 def _check(do: torch.Tensor, o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -36,8 +36,8 @@ def _check(do: torch.Tensor, o: torch.Tensor, q: torch.Tensor, k: torch.Tensor, 
     if q.ndim != 4 or k.ndim != 4 or not do.shape == o.shape == q.shape or v.shape != k.shape:
         raise ValueError(f"do, o and q are [B, T, H, D], k and v [B, T, G, D]; got {shapes=}; keep them as the forward pass had them")
     (b, t, h, d), (b_k, t_k, g, d_k) = q.shape, k.shape
-    if (b, t, d) != (b_k, t_k, d_k) or g == 0 or h % g or d == 0 or t > _LONGEST:
-        raise ValueError(f"q and k agree in B, T <= {_LONGEST} and D > 0, and G divides H; got {shapes=}; group the query heads over the key heads")
+    if (b, t, d) != (b_k, t_k, d_k) or g == 0 or h % g or not 0 < d <= _WIDEST or t > _LONGEST:
+        raise ValueError(f"q and k agree in B, T <= {_LONGEST} and 0 < D <= {_WIDEST}, and G divides H; got {shapes=}; group the query heads over the key heads")
     if any(x.dtype not in _FLOATS for x in (do, o, q, k, v)):
         raise ValueError(f"operands are bf16, fp16 or fp32; got {[x.dtype for x in (do, o, q, k, v)]}; cast them")
 
@@ -119,7 +119,7 @@ def _add_group(x_BHTD: torch.Tensor, group: int) -> torch.Tensor:
 # The workspaces hold [head, key, query], so that lanes along queries touch consecutive floats. Heads are those of one launch.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def scores_kernel(
     q_ptr, k_ptr, do_ptr, v_ptr, s_ptr, dp_ptr, first, T, H, G, D, scale, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
@@ -146,9 +146,11 @@ def scores_kernel(
         tl.store(dp_ptr + place, dp, mask=keep)
 
 
-@triton.jit
-def weights_kernel(do_ptr, o_ptr, s_ptr, dp_ptr, first, T, H, D, scale, QUERIES: tl.constexpr, PER_BLOCK: tl.constexpr = BLOCK_KEYS):
-    """For QUERIES queries of one head, one a lane: m, l and delta, then p over s and ds over dp in the workspaces."""
+@triton.jit(do_not_specialize=["first"])
+def weights_kernel(
+    do_ptr, o_ptr, s_ptr, dp_ptr, p_ptr, ds_ptr, first, T, H, D, scale, QUERIES: tl.constexpr, PER_BLOCK: tl.constexpr = BLOCK_KEYS
+):
+    """For QUERIES queries of one head, one a lane: m, l and delta, then p and ds."""
     head = (first + tl.program_id(0)).to(tl.int64)
     t = tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     stop = tl.minimum((tl.program_id(1) + 1) * QUERIES, T)  # keys that some query of this program sees
@@ -176,11 +178,11 @@ def weights_kernel(do_ptr, o_ptr, s_ptr, dp_ptr, first, T, H, D, scale, QUERIES:
         place = column + tl.cast(j, tl.int64) * T
         p = tl.div_rn(exp_f32(tl.load(s_ptr + place, mask=seen, other=0.0) - m), total)
         dp = tl.load(dp_ptr + place, mask=seen, other=0.0)
-        tl.store(s_ptr + place, p, mask=seen)
-        tl.store(dp_ptr + place, (p * (dp - delta)) * scale, mask=seen)
+        tl.store(p_ptr + place, p, mask=seen)
+        tl.store(ds_ptr + place, (p * (dp - delta)) * scale, mask=seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def query_gradient_kernel(
     ds_ptr, k_ptr, dq_ptr, first, T, H, G, D, QUERIES: tl.constexpr, DIM: tl.constexpr, PER_BLOCK: tl.constexpr = BLOCK_KEYS
 ):
@@ -204,7 +206,7 @@ def query_gradient_kernel(
     tl.store(dq_ptr + (((b * T + t) * H + h) * D)[:, None] + d[None, :], out, mask=(t < T)[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def key_gradient_kernel(
     p_ptr, ds_ptr, q_ptr, do_ptr, dk_ptr, dv_ptr, first, T, H, G, D, KEYS: tl.constexpr, DIM: tl.constexpr, PER_BLOCK: tl.constexpr = BLOCK_KEYS
 ):
@@ -246,23 +248,26 @@ def attention_backward(
     do_BTHD: torch.Tensor, o_BTHD: torch.Tensor, q_BTHD: torch.Tensor, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, *,
     block: int = 32, workspace_bytes: int = 1 << 28, num_warps: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`attention_backward_ref` on a GPU. `block` (a power of two of tokens a program), `num_warps` and `workspace_bytes` (how many heads
+    """`attention_backward_ref` on a GPU. `block` (tokens a program), `num_warps` and `workspace_bytes` (how many heads
     are computed at a time; one group always is) change time, never bits."""
     _check(do_BTHD, o_BTHD, q_BTHD, k_BTGD, v_BTGD)
+    if block not in (8, 16, 32, 64, 128):
+        raise ValueError(f"a program takes 8, 16, 32, 64 or 128 tokens; got {block=}; leave it at 32")
     do, o, q, k, v = (x.detach().contiguous() for x in (do_BTHD, o_BTHD, q_BTHD, k_BTGD, v_BTGD))
     (batch, tokens, heads, dim), kv_heads = q.shape, k.shape[2]
     dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
     if q.numel() == 0:
         return dq, dk, dv
     group = heads // kv_heads
-    at_once = min(batch * heads, max(1, workspace_bytes // (8 * tokens * tokens * group)) * group)
-    s_XKQ, dp_XKQ = (torch.empty((at_once, tokens, tokens), dtype=torch.float32, device=q.device) for _ in range(2))
-    blocks, options = triton.cdiv(tokens, block), dict(num_warps=num_warps, enable_fp_fusion=False)
-    wide = dict(DIM=triton.next_power_of_2(dim), **options)
+    at_once = min(batch * heads, max(1, workspace_bytes // (16 * tokens * tokens * group)) * group)
+    s, dp, p, ds = (torch.empty((at_once, tokens, tokens), dtype=torch.float32, device=q.device) for _ in range(4))
+    blocks, options, d = triton.cdiv(tokens, block), dict(num_warps=num_warps, enable_fp_fusion=False), triton.next_power_of_2(dim)
+    rows = min(block, max(1, 1024 // d))  # tokens of a tile of gradients: two tiles of sums a program, or four, stay in registers
+    tiles, sizes = triton.cdiv(tokens, rows), (tokens, heads, kv_heads, dim)
     for first in range(0, batch * heads, at_once):
         n = min(at_once, batch * heads - first)
-        scores_kernel[(n, blocks, blocks)](q, k, do, v, s_XKQ, dp_XKQ, first, tokens, heads, kv_heads, dim, score_scale(dim), QUERIES=block, KEYS=block, **options)
-        weights_kernel[(n, blocks)](do, o, s_XKQ, dp_XKQ, first, tokens, heads, dim, score_scale(dim), QUERIES=block, **options)
-        query_gradient_kernel[(n, blocks)](dp_XKQ, k, dq, first, tokens, heads, kv_heads, dim, QUERIES=block, **wide)
-        key_gradient_kernel[(n // group, blocks)](s_XKQ, dp_XKQ, q, do, dk, dv, first, tokens, heads, kv_heads, dim, KEYS=block, **wide)
+        scores_kernel[(n, blocks, blocks)](q, k, do, v, s, dp, first, *sizes, score_scale(dim), QUERIES=block, KEYS=block, **options)
+        weights_kernel[(n, blocks)](do, o, s, dp, p, ds, first, tokens, heads, dim, score_scale(dim), QUERIES=block, **options)
+        query_gradient_kernel[(n, tiles)](ds, k, dq, first, *sizes, QUERIES=rows, DIM=d, **options)
+        key_gradient_kernel[(n // group, tiles)](p, ds, q, do, dk, dv, first, *sizes, KEYS=rows, DIM=d, **options)
     return dq, dk, dv

@@ -26,6 +26,8 @@ from kernels.exact import attention as exact_attention
 from kernels.exact import attention_backward as exact_attention_backward
 from kernels.exact import backward, softmax
 from kernels.exact.activations import swiglu, swiglu_ref
+from kernels.exact.attention_decode import DecodeSchedule
+from kernels.exact.attention_prefill import PrefillSchedule
 from kernels.exact.digests import digest
 from kernels.exact.linear import Schedule, linear_fma, linear_fma_ref
 from kernels.exact.norm import rmsnorm, rmsnorm_ref
@@ -87,16 +89,20 @@ def cpu_operators(*, engine: str = "auto") -> Operators:
     )
 
 
-def gpu_operators(*, num_warps: int = 4, block: int = 256, attention_block: int = 32, schedule: Schedule | None = None) -> Operators:
-    """The kernels under one schedule: `num_warps`, elements a program (`block`), tokens a program (`attention_block`), of `linear_fma`."""
+def gpu_operators(
+    *, num_warps: int = 4, block: int = 256, attention_block: int = 32, schedule: Schedule | None = None,
+    attention_schedule: DecodeSchedule | PrefillSchedule | None = None,
+) -> Operators:  # fmt: skip
+    """The kernels under one schedule: `num_warps`, elements a program (`block`), tokens a program of attention's gradients
+    (`attention_block`), and those of `linear_fma` and of `attention`."""
     wide = dict(block=block, num_warps=num_warps)
     return Operators(
         linear=partial(linear_fma, schedule=schedule),
         rmsnorm=partial(rmsnorm, num_warps=num_warps),
         swiglu=partial(swiglu, **wide),
         rope=partial(rope, num_warps=num_warps),
-        attention=exact_attention.attention,
-        cross_entropy=softmax.cross_entropy,
+        attention=partial(exact_attention.attention, schedule=attention_schedule),
+        cross_entropy=partial(softmax.cross_entropy, num_warps=num_warps),
         linear_backward=partial(backward.linear_backward, schedule=schedule),
         rmsnorm_backward=partial(backward.rmsnorm_backward, num_warps=num_warps),
         swiglu_backward=partial(backward.swiglu_backward, **wide),

@@ -194,9 +194,9 @@ SOURCES = {kernel.fn.__name__: source for kernel, source in (
     _compiled(backward.embedding_backward_kernel, "dh_ptr token_ptr start_ptr out_ptr", dict(BLOCK=128), K="i32"),
     _compiled(adamw_kernel, "p_ptr g_ptr m_ptr v_ptr p_out m_out v_out", dict(BLOCK=512), count="i32", **dict.fromkeys(_ADAMW, "fp32")),
     _compiled(attention_module.scores_kernel, "q_ptr k_ptr do_ptr v_ptr s_ptr dp_ptr", dict(QUERIES=32, KEYS=32), **_SIZES, scale="fp32"),
-    _compiled(attention_module.weights_kernel, "do_ptr o_ptr s_ptr dp_ptr", dict(QUERIES=32, PER_BLOCK=64), first="i32", T="i32", H="i32", D="i32", scale="fp32"),
-    _compiled(attention_module.query_gradient_kernel, "ds_ptr k_ptr dq_ptr", dict(QUERIES=32, DIM=64, PER_BLOCK=64), **_SIZES),
-    _compiled(attention_module.key_gradient_kernel, "p_ptr ds_ptr q_ptr do_ptr dk_ptr dv_ptr", dict(KEYS=32, DIM=64, PER_BLOCK=64), **_SIZES),
+    _compiled(attention_module.weights_kernel, "do_ptr o_ptr s_ptr dp_ptr p_ptr ds_ptr", dict(QUERIES=32, PER_BLOCK=64), first="i32", T="i32", H="i32", D="i32", scale="fp32"),
+    _compiled(attention_module.query_gradient_kernel, "ds_ptr k_ptr dq_ptr", dict(QUERIES=16, DIM=64, PER_BLOCK=64), **_SIZES),
+    _compiled(attention_module.key_gradient_kernel, "p_ptr ds_ptr q_ptr do_ptr dk_ptr dv_ptr", dict(KEYS=16, DIM=64, PER_BLOCK=64), **_SIZES),
 )}  # fmt: skip
 
 
