@@ -15,10 +15,11 @@ import torch
 
 from kernels.exact.activations import silu_ref, swiglu_ref
 from kernels.exact.digests import digest
+from kernels.exact.integer import linear_integer_ref
 from kernels.exact.linear import linear_fma_ref
 from kernels.exact.norm import rmsnorm_ref
 from studies.determinism.compare import compare
-from studies.determinism.implementations import IMPLEMENTATIONS, Schedule, run
+from studies.determinism.implementations import Schedule, output_dtype, run
 from studies.determinism.operators import MAX_ROWS, load_operators, to_bits
 from suite.measure import Context, Result
 
@@ -35,14 +36,18 @@ def capture(ctx: Context, *, layers: list[int], sequences: int, tokens: int) -> 
     captured = capture_prompts(layers=tuple(layers), sequences=sequences, tokens=tokens)
     arrays = {f"x.{name}": to_bits(x) for name, x in captured.inputs.items()} | {f"w.{name}": to_bits(w) for name, w in captured.weights.items()}
     facts = {"digest": combined(digest(t) for name in sorted(captured.inputs) for t in (captured.inputs[name], captured.weights[name])), "prompts": captured.prompts}
-    return Result(arrays=arrays, facts=facts, metrics={"operators": float(len(captured.inputs)), "rows": float(sequences * tokens)})
+    return Result(arrays=arrays, facts=facts, metrics={"operators": float(len(captured.inputs))})
 
 
-def oracle(ctx: Context, *, engine: str) -> Result:
-    """Expected outputs of all operators, by the exact CPU arithmetic, and the digest of every row prefix."""
+def oracle(ctx: Context, *, family: str, engine: str) -> Result:
+    """Expected outputs of all operators, by the family's exact CPU arithmetic, and the digest of every row prefix."""
     ops = load_operators(ctx.input_arrays("capture"))
-    outputs = {name: linear_fma_ref(op.x_MK, op.w_NK, engine=engine) for name, op in ops.items()}
-    outputs |= elementwise(ops, outputs, torch.device("cpu"))
+    if family == "fma":
+        outputs = {name: linear_fma_ref(op.x_MK, op.w_NK, engine=engine) for name, op in ops.items()}
+        outputs |= elementwise(ops, outputs, torch.device("cpu"))
+    else:
+        products = "b9" if family.endswith("b9") else "b6"
+        outputs = {name: linear_integer_ref(op.x_MK, op.w_NK, products=products, engine=engine) for name, op in ops.items()}
     records = [{"operator": name, "shape": list(y.shape), "digests": prefix_digests(y, MAX_ROWS)} for name, y in outputs.items()]
     arrays = {name: y.numpy() for name, y in outputs.items()}
     return Result(arrays=arrays, records={"oracle": records}, facts={"digest": combined(r["digests"][str(MAX_ROWS)] for r in records)},
@@ -51,18 +56,18 @@ def oracle(ctx: Context, *, engine: str) -> Result:
 
 def operators(ctx: Context, *, impl: str, device: str, rows: int, chunk_rows: int, threads: int, kernel: dict) -> Result:
     """One implementation under one schedule against the oracle: equal, max ULP, differing elements, digests."""
-    implementation, schedule = IMPLEMENTATIONS[impl], Schedule(rows=rows, chunk_rows=chunk_rows, threads=threads, kernel=kernel)
+    schedule = Schedule(rows=rows, chunk_rows=chunk_rows, threads=threads, kernel=kernel)
     ops, expected = load_operators(ctx.input_arrays("capture")), ctx.input_arrays("oracle")
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        outputs = {name: run(implementation, op.x_MK.to(ctx.device), op.w_NK.to(ctx.device), schedule) for name, op in ops.items()}
+        outputs = {name: run(impl, op.x_MK.to(ctx.device), op.w_NK.to(ctx.device), schedule) for name, op in ops.items()}
         if impl == "fma":
             full = {n: torch.from_numpy(expected[n]).to(ctx.device) for n in ops}
             outputs |= {n: y[:rows] for n, y in elementwise(ops, full, torch.device(ctx.device)).items()}
     finally:
         torch.set_num_threads(before)
-    records = [_compared(name, y.cpu(), torch.from_numpy(expected[name][:rows]), implementation.output, rows) for name, y in outputs.items()]
+    records = [_compared(name, y.cpu(), torch.from_numpy(expected[name][:rows]), output_dtype(impl), rows) for name, y in outputs.items()]
     return Result(records={"operators": records}, facts={"digest": combined(r["digest"] for r in records)}, metrics=summary(records))
 
 

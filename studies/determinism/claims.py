@@ -1,151 +1,51 @@
-"""What the study claims, and the rows each claim is read from.
+"""What the study claims: a sentence, a target, our bar, and the finding that judges it (bits.py, speed.py).
 
     suite claims determinism --json
-
-Bits are counted, not estimated: "all equal" needs every planned cell of the checked-in manifest. Ratios
-come from one number per process start, with a Student-t interval over processes.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 
-from suite.claims import Claim, Finding, Row, View
-from suite.stats import ratio_interval
+from studies.determinism import bits, speed
+from suite.claims import Claim
 
-MANIFEST = Path(__file__).with_name("manifest.json")
-DECODE_SHAPES = ((4096, 4096), (14336, 4096))
-PREFILL_SHAPE = (4096, 4096, 4096)
-GPU = "H200"
+RUN, RUN_GPU = "make study-determinism", "make study-determinism PRESET=gpu"
+_BITS = partial(Claim, target=1.0, bar=1.0, margin=0.0, unit="share", source="ours")
+_TIME = partial(Claim, unit="x", smallest_n=5, command=RUN_GPU)
 
-
-def manifest() -> list[str]:
-    """Labels of the cells whose bits must be equal; a cell removed from the study fails the claim and a test."""
-    return json.loads(MANIFEST.read_text())["fma cells"]
-
-
-def oracle_digests(view: View) -> tuple[Row | None, dict[str, dict[str, str]]]:
-    """operator -> {rows: digest} from the exact CPU oracle of the machine at hand, else of any machine."""
-    rows = view.rows(measure="oracle", where={"engine": "torch"})
-    if not rows:
-        return None, {}
-    chosen = next((r for r in rows if r.origin == "here"), rows[0])
-    return chosen, {r["operator"]: r["digests"] for r in chosen.record("oracle")}
-
-
-def equal_operators(row: Row, digests: dict[str, dict[str, str]]) -> tuple[int, int, int]:
-    """(operators whose digest is the reference's at this number of rows, operators compared, operators without a reference)."""
-    rows = str(row.params["rows"])
-    records = row.record("operators")
-    found = [r for r in records if rows in digests.get(r["operator"], {})]
-    return sum(digests[r["operator"]][rows] == r["digest"] for r in found), len(found), len(records) - len(found)
-
-
-def unanswered(view: View) -> int:
-    """Cells of this machine's plan that should have given bits and did not: failed, blocked, or not run yet."""
-    return sum(c.params.get("impl") == "fma" and view.planned.get(c.point) not in ("DONE", "UNAVAILABLE") for c in view.plan_cells)
-
-
-def bitwise_cpu_h200(view: View) -> Finding | None:
-    """The share of operator results of the manifest's cells, CPU and H200, whose digest is the CPU oracle's."""
-    source, digests = oracle_digests(view)
-    by_label: dict[str, list[Row]] = {}
-    for row in view.rows(measure="operators", where={"impl": "fma"}):
-        if row.params["device"] == "cpu" or GPU in row.device:
-            by_label.setdefault(row.label, []).append(row)
-    if source is None or not any(GPU in r.device for rows in by_label.values() for r in rows):
-        return None
-    used = [r for label in manifest() for r in by_label.get(label, [])]
-    if not used:
-        return None
-    equal, total, absent = (sum(x) for x in zip(*(equal_operators(r, digests) for r in used), strict=True))
-    missing = sum(label not in by_label for label in manifest()) + unanswered(view) + absent
-    share = equal / total if total else 0.0
-    return Finding(value=share, low=share, high=share, n=total, rows=[source, *used], missing=missing, note=f"{equal} of {total} operator results in {len(used)} cells")
-
-
-def _smallest_ratio(view: View, metric: str, contests: Sequence[dict]) -> Finding | None:
-    """The worst of several contests: each one's interval over its process starts; the claim takes the smallest value and the smallest n."""
-    worst: Finding | None = None
-    missing, fewest = 0, math.inf
-    for where in contests:
-        rows = [r for r in view.rows(measure="linear", where=where, device=GPU) if metric in r.metrics]
-        by_process = {r.environment.get("process", r.bundle_id): r.metrics[metric] for r in rows}
-        if len(by_process) < 2:
-            missing += 1
-            continue
-        values = list(by_process.values())
-        at = ratio_interval(values)
-        finding = Finding(value=at.value, low=at.low, high=at.high, n=at.n, rows=rows, interval_at=_interval_at(values), note=f"smallest at M={where['rows']}, {where['n']}x{where['k']}")
-        worst, fewest = finding if worst is None or finding.value < worst.value else worst, min(fewest, at.n)
-    if worst is None:
-        return None
-    return Finding(**{**worst.__dict__, "missing": missing, "n": int(fewest)})
-
-
-def _interval_at(values: list[float]):
-    def at(confidence: float) -> tuple[float, float]:
-        interval = ratio_interval(values, confidence)
-        return interval.low, interval.high
-
-    return at
-
-
-def decode_contests(rows: Sequence[int], shapes=DECODE_SHAPES) -> list[dict]:
-    return [{"rows": m, "n": n, "k": k} for m in rows for n, k in shapes]
-
-
-def decode_vs_layercast(view: View) -> Finding | None:
-    return _smallest_ratio(view, "log_ratio_layercast", decode_contests((1,)))
-
-
-def decode_vs_fp32_stored(view: View) -> Finding | None:
-    return _smallest_ratio(view, "log_ratio_sgemm", decode_contests((1,)))
-
-
-def decode_bandwidth(view: View) -> Finding | None:
-    return _smallest_ratio(view, "log_bandwidth_share", decode_contests((1,), shapes=((14336, 4096),)))
-
-
-def decode_vs_bf16(view: View) -> Finding | None:
-    return _smallest_ratio(view, "log_ratio_bf16", decode_contests((1, 2, 4, 8)))
-
-
-def prefill_fma_vs_sgemm(view: View) -> Finding | None:
-    m, n, k = PREFILL_SHAPE
-    return _smallest_ratio(view, "log_ratio_sgemm", [{"rows": m, "n": n, "k": k}])
-
-
-def three_archs(view: View) -> Finding | None:
-    """Needs executed rows of an Ampere, an Ada and a Hopper card."""
-    seen = {name: [r for r in view.rows(measure="operators", where={"impl": "fma"}) if any(g in r.device for g in cards)]
-            for name, cards in {"Ampere": ("A100", "A40", "RTX A"), "Ada": ("L4", "L40", "RTX 40"), "Hopper": ("H100", "H200")}.items()}
-    if not all(seen.values()):
-        return None
-    _, digests = oracle_digests(view)
-    rows = [r for group in seen.values() for r in group]
-    equal, total, absent = (sum(x) for x in zip(*(equal_operators(r, digests) for r in rows), strict=True))
-    share = equal / total if total else 0.0
-    return Finding(value=share, low=share, high=share, n=total, rows=rows, missing=absent)
-
-
-RUN_GPU = "make study-determinism PRESET=gpu"
 CLAIMS = (
-    Claim(id="bitwise_cpu_h200", statement="Every fma operator of the manifest has the CPU oracle's bits, on the CPU and on the H200, at every batch, tile and thread count.",
-          target=1.0, bar=1.0, margin=0.0, unit="share", test=bitwise_cpu_h200, command="make study-determinism", source="ours"),
-    Claim(id="bitwise_three_archs", statement="Linear layers give equal bits on Ampere, Ada and Hopper.", target=1.0, bar=None, margin=0.0, unit="share", device="",
-          test=three_archs, command="suite ingest BUNDLES-OF-OTHER-CARDS", source="the paper's abstract"),
-    Claim(id="decode_vs_layercast", statement="Decode at M = 1 is faster than LayerCast as its authors run it (weights upcast in memory at each call).", target=5.0, bar=5.0, unit="x", smallest_n=5,
-          test=decode_vs_layercast, command=RUN_GPU, source="ours; floor 10 bytes a weight against 2"),
-    Claim(id="decode_vs_fp32_stored", statement="Decode at M = 1 is faster than SGEMM on weights stored in fp32.", target=1.9, bar=1.9, unit="x", smallest_n=5,
-          test=decode_vs_fp32_stored, command=RUN_GPU, source="ours; floor 4 bytes a weight against 2"),
-    Claim(id="decode_bandwidth", statement="Decode at M = 1, 14336x4096, reads weights at this share of the copy bandwidth.", target=0.80, bar=0.80, unit="share", smallest_n=5,
-          test=decode_bandwidth, command=RUN_GPU, source="ours"),
-    Claim(id="decode_vs_bf16", statement="Decode at M <= 8 keeps up with cuBLAS in bf16.", target=0.95, bar=0.95, unit="x", smallest_n=5, test=decode_vs_bf16, command=RUN_GPU, source="ours"),
-    Claim(id="prefill_fma_vs_sgemm", statement="Prefill at 4096^3 keeps up with fp32 SGEMM.", target=1.0, bar=0.9, unit="x", smallest_n=5, test=prefill_fma_vs_sgemm, command=RUN_GPU,
-          source="the paper's abstract: about 1x of its range"),
+    _BITS(id="bitwise_cpu_h200", statement="Every result of both exact families (operators on real weights, whole texts of SmolLM2 with all their logits) has the CPU oracle's bits, on the CPU and on "
+          "the H200, at every batch, tile, chunk, padding and thread count.", test=bits.bitwise_cpu_h200, command=RUN),
+    _BITS(id="golden_questions", statement="Every operator of a decoder and of its training answers every golden question with the manifest's bits, on a CPU and on the H200.", test=bits.golden_questions,
+          command="python -m suite verify-determinism"),
+    _BITS(id="training_step", statement="Three training steps (forward, backward, AdamW) give the same loss, gradients, parameters and moments on the CPU and on the H200.", test=bits.training_step, command=RUN_GPU),
+    _BITS(id="static_audit", statement="What the compiler made of every kernel, for Ampere, Ada, Hopper, Blackwell and gfx942, keeps to IEEE operations in the stated order.", device="", test=bits.counted("audit"),
+          command="make study-determinism PRESET=golden"),
+    _BITS(id="foreign_code", statement="sm_80 and sm_89 code, run on the H200, gives the golden bits.", test=bits.counted("foreign"), command=RUN_GPU),
+    _BITS(id="schedule_stress", statement="The golden bits hold on 8 to 128 SMs.", test=bits.counted("stress"), command=RUN_GPU),
+    _BITS(id="engine_independence", statement="The integer family has one digest by wgmma, mma.sync, dp4a, FP64 tensor cores, cuBLAS and CPU BLAS.", test=bits.counted("engines"), command=RUN_GPU),
+    Claim(id="bitwise_three_archs", statement="Linear layers give equal bits on Ampere, Ada and Hopper.", target=1.0, bar=None, margin=0.0, unit="share", device="", test=bits.three_archs,
+          command="suite ingest BUNDLES-OF-OTHER-CARDS", source="the paper's abstract"),
+    Claim(id="weight_bytes", statement="Decode moves this many bytes a weight, by the profiler.", target=2.05, bar=2.05, direction="lower", margin=0.0, unit="B", test=speed.weight_bytes, command=RUN_GPU,
+          source="the paper's abstract: half the weight traffic of fp32 storage"),
+    _TIME(id="decode_vs_layercast", statement="Decode of 1 to 8 tokens is faster than LayerCast as its authors run it (weights upcast in memory at each call).", target=5.0, bar=5.0, test=speed.decode_vs_layercast,
+          source="ours; floor 10 bytes a weight against 2"),
+    _TIME(id="decode_vs_fp32_stored", statement="Decode of one token is faster than SGEMM on weights stored in fp32.", target=1.9, bar=1.9, test=speed.decode_vs_fp32_stored, source="ours; floor 4 bytes a weight against 2"),
+    _TIME(id="decode_vs_compiled", statement="Decode of one token keeps up with LayerCast compiled by torch, which upcasts in registers in an order of its own.", target=1.0, bar=1.0, test=speed.decode_vs_compiled,
+          source="ours"),
+    _TIME(id="decode_bandwidth", statement="Decode of one token, 14336x4096, reads weights at this share of the copy bandwidth.", target=0.85, bar=0.85, unit="share", test=speed.decode_bandwidth, source="ours"),
+    _TIME(id="decode_vs_bf16", statement="Decode of 1 to 8 tokens keeps up with the faster of cuBLAS in bf16 and cuBLAS padded to 16 rows.", target=0.95, bar=0.95, test=speed.decode_vs_bf16, source="ours"),
+    _TIME(id="prefill_fma_vs_sgemm", statement="Prefill of the fma family at 4096^3 keeps up with fp32 SGEMM.", target=1.0, bar=0.9, test=speed.prefill_fma_vs_sgemm, source="the paper's abstract: about 1x of its range"),
+    _TIME(id="prefill_integer_vs_sgemm", statement="Prefill of the integer family (b6) at 4096^3, slicing included, is faster than fp32 SGEMM.", target=3.3, bar=3.3, test=speed.prefill_integer_vs_sgemm, source="ours"),
+    _TIME(id="prefill_b9_vs_sgemm", statement="The same with all nine digit products (b9).", target=2.0, bar=2.0, test=speed.prefill_b9_vs_sgemm, source="ours"),
+    _TIME(id="decode_end_to_end", statement="A 7B-shaped decoder, batch 1 to 8, decodes faster than with LayerCast as written.", target=1.17, bar=4.0, test=speed.decode_end_to_end,
+          source="the paper's abstract: 1.17x to 3.1x over the state of the art"),
+    _TIME(id="decode_end_to_end_stored", statement="The same against weights stored in fp32 (at most 2x by bytes).", target=1.17, bar=None, test=speed.decode_end_to_end_stored, source="the paper's abstract: 1.17x to 3.1x"),
+    _TIME(id="prefill_end_to_end", statement="A 7B-shaped decoder prefills 2048 tokens and more faster than with LayerCast.", target=1.17, bar=2.5, test=speed.prefill_end_to_end,
+          source="the paper's abstract: 1.17x to 3.1x"),
+    _TIME(id="exactness_cost", statement="Exact decode of the 7B-shaped decoder, batch 1 to 8, costs at most this share of time over bf16 serving.", target=0.34, bar=0.10, direction="lower", margin=0.0, unit="share",
+          test=speed.exactness_cost, source="SGLang's deterministic mode: 34%"),
 )
 assert all(math.isfinite(c.target) for c in CLAIMS if c.target is not None), "a target is a finite number"

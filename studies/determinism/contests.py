@@ -1,16 +1,16 @@
 """Timing contests of linear layers on a GPU: all variants of one shape in one process, interleaved.
 
-    linear(ctx, rows=1, n=4096, k=4096, variants=["fma", "layercast", "copy"], rounds=12, launches=16, eager=False)
+    linear(ctx, rows=1, n=4096, k=4096, variants=["fma", "layercast", "copy"], rounds=12, launches=16, warmup_s=0.5, eager=False)
 
-Weights rotate over sets that together exceed the L2 many times, each launch of a variant is one CUDA
-graph over its sets, and outputs are poisoned and rechecked between rounds: `fma` bit for bit against
-the CPU oracle, the others against it within the error of their arithmetic. The floors: a decode step
-must read 2 bytes a weight (LayerCast as written moves 10: read 2, write 4, read 4); prefill does 2MNK
-flops in fp32.
+Weights rotate over sets that together exceed the L2 many times, each launch of a variant is one CUDA graph over its sets, and outputs are
+poisoned and rechecked between rounds: the exact families bit for bit against their CPU oracles, the others within the error of their
+arithmetic. The floors: a decode step must read 2 bytes a weight (LayerCast as written moves 10: read 2, write 4, read 4); prefill does
+2MNK flops. The exact families and LayerCast read fp32 activations, the integer family's slicing of them included.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +18,9 @@ from functools import partial
 
 import torch
 
-from kernels.exact.decode import PackedWeight, pack_weight
-from kernels.exact.linear import linear_fma, linear_fma_ref
+from kernels.exact.decode import pack_weight
+from kernels.exact.integer import linear_integer, linear_integer_ref, prepare_integer
+from kernels.exact.linear import DECODE_TOKENS, linear_fma, linear_fma_ref
 from kernels.exact.philox import philox_uniform
 from suite.measure import Context, Result
 from suite.timing import ContestResult, Variant, cache_bytes, contest, copy_variant
@@ -29,7 +30,10 @@ BLOCK_ROWS = 512
 # of an earlier set stay. Measured on an H200: the times at 4 and at 8 times the L2 agree within 1%.
 ROTATED_CACHES = 8
 CHECKED_ROWS = 64  # outputs checked against the CPU oracle: all columns of the first rows, or all rows of the first columns
-BYTES = {"fma": 2, "layercast": 10, "sgemm": 4, "bf16": 2}  # moved per weight at the floor of each variant
+# moved per weight at the floor of each variant; the integer family's prefill reads three bytes of digits
+BYTES = {"fma": 2, "integer": 2, "integer-b9": 2, "layercast": 10, "layercast_compiled": 2, "sgemm": 4, "bf16": 2, "bf16_padded": 2, "bf16_compiled": 2}
+EXACT = {"fma": linear_fma_ref, "integer": linear_integer_ref, "integer-b9": partial(linear_integer_ref, products="b9")}
+PADDED_ROWS = 16
 # Relative to |x||w| per output: bf16 outputs round at 2^-9; fp32 sums of K terms in any order err by K * 2^-24.
 BF16_OUTPUT_ERROR = 2.0**-8
 FP32_TERM_ERROR = 2.0**-24
@@ -41,7 +45,8 @@ class Operands:
 
     x_MK: torch.Tensor
     weights_NK: tuple[torch.Tensor, ...]
-    expected: torch.Tensor  # of the first weight: rows [:CHECKED_ROWS], columns [:CHECKED_ROWS]
+    expected: dict[str, torch.Tensor]  # each exact family's, of the first weight: rows [:CHECKED_ROWS], columns [:CHECKED_ROWS]
+    exact: torch.Tensor  # float64 product of the same corner
     scale: torch.Tensor  # |x||w| of the same corner
     size: tuple[int, int, int] = field(default=(0, 0, 0))
 
@@ -52,66 +57,87 @@ def make_operands(rows: int, n: int, k: int, device: str, seed: int) -> Operands
     block = philox_uniform((min(n, BLOCK_ROWS), k), seed + 1, torch.bfloat16)
     w_NK = torch.cat([block.roll(7 * i, dims=1) for i in range(-(-n // BLOCK_ROWS))])[:n]
     corner_x, corner_w = x_MK[:CHECKED_ROWS], w_NK[:CHECKED_ROWS]
-    expected = linear_fma_ref(corner_x, corner_w)
+    expected = {name: reference(corner_x, corner_w) for name, reference in EXACT.items()}
     scale = corner_x.float().abs() @ corner_w.float().abs().T
     sets = -(-ROTATED_CACHES * cache_bytes(device) // (2 * n * k))
     on_device = w_NK.to(device)
-    return Operands(x_MK=x_MK.to(device), weights_NK=tuple(on_device.roll(i, dims=1) for i in range(sets)), expected=expected, scale=scale, size=(rows, n, k))
+    return Operands(x_MK=x_MK.to(device), weights_NK=tuple(on_device.roll(i, dims=1) for i in range(sets)), expected=expected, exact=corner_x.double() @ corner_w.double().T, scale=scale, size=(rows, n, k))
 
 
-def linear(ctx: Context, *, rows: int, n: int, k: int, variants: list[str], rounds: int, launches: int, eager: bool) -> Result:
-    """One contest; times, log ratios to fma, share of the copy bandwidth, and the noise floor. `eager`: also launched call by call."""
+def linear(ctx: Context, *, rows: int, n: int, k: int, variants: list[str], rounds: int, launches: int, warmup_s: float, eager: bool) -> Result:
+    """One contest; times, log ratios to fma, share of the copy bandwidth, errors and the noise floor. `eager`: also launched call by call."""
     operands = make_operands(rows, n, k, ctx.device, seed=100 + ctx.seed)
-    entered = [copy_of(operands, ctx.device) if v == "copy" else variant_of(v, operands) for v in variants]
-    result = contest(entered, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=1.0, mode="graph", also_eager=eager, control=variants[0])
-    return Result(metrics=metrics_of(result, variants, operands), arrays=result.to_arrays(), records={"conditions": result.conditions, "telemetry": result.telemetry},
+    errors: dict[str, float] = {}
+    entered = [copy_of(operands, ctx.device) if v == "copy" else variant_of(v, operands, errors) for v in variants]
+    result = contest(entered, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, mode="graph", also_eager=eager, control=variants[0])
+    return Result(metrics=metrics_of(result, variants, operands) | errors, arrays=result.to_arrays(), records={"conditions": result.conditions, "telemetry": result.telemetry},
                   facts={"throttle": ",".join(result.throttle_reasons) or "none", "sets": str(len(operands.weights_NK))})
 
 
-def prepare(name: str, w_NK: torch.Tensor) -> torch.Tensor | PackedWeight:
+def prepare(name: str, w_NK: torch.Tensor, rows: int) -> object:
     """The weight as the variant stores it (outside the timed region: done once, at load)."""
+    if name.startswith("integer"):
+        return prepare_integer(w_NK, products="b9" if name.endswith("b9") else "b6", prefill=rows > DECODE_TOKENS)
     return {"fma": pack_weight, "sgemm": torch.Tensor.float}.get(name, lambda w: w)(w_NK)
 
 
 def program(name: str, x_MK: torch.Tensor) -> Callable:
     """(weight, out) -> None: what one call of the variant computes. Outputs are buffers: a graph replay writes where it was captured."""
     x32_MK = x_MK.float()
+    padded_MK = torch.nn.functional.pad(x_MK, (0, 0, 0, max(0, PADDED_ROWS - len(x_MK))))
     return {
         "fma": lambda w, out: linear_fma(x32_MK, w, out=out),  # fp32 activations, as LayerCast has them
+        "integer": lambda w, out: linear_integer(x32_MK, w, out=out),
+        "integer-b9": lambda w, out: linear_integer(x32_MK, w, out=out),
         "layercast": lambda w, out: torch.mm(x32_MK, w.to(torch.float32).t(), out=out),
+        "layercast_compiled": lambda w, out: out.copy_(_compiled(x32_MK, w)),
         "sgemm": lambda w, out: torch.mm(x32_MK, w.t(), out=out),
         "bf16": lambda w, out: torch.mm(x_MK, w.t(), out=out),
+        "bf16_padded": lambda w, out: torch.mm(padded_MK, w.t(), out=out),
+        "bf16_compiled": lambda w, out: out.copy_(_compiled(x_MK, w)),
     }[name]
 
 
-def variant_of(name: str, operands: Operands) -> Variant:
+@functools.cache
+def _compiler() -> Callable:
+    return torch.compile(lambda x_MK, w_NK: (x_MK @ w_NK.to(x_MK.dtype).t()), dynamic=False)
+
+
+def _compiled(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """What torch.compile makes of "upcast, then multiply": for one token one kernel that upcasts in registers, in an order of its own."""
+    return _compiler()(x_MK, w_NK)
+
+
+def variant_of(name: str, operands: Operands, errors: dict[str, float]) -> Variant:
     """One program over its own rotated weights, with its own output buffers and check."""
     rows, n, k = operands.size
     sets = len(operands.weights_NK)
-    weights = [prepare(name, w) for w in operands.weights_NK[: max(2, sets // 2 + 1) if name == "sgemm" else sets]]  # fp32: half as many exceed the L2 as far
-    dtype = torch.bfloat16 if name == "bf16" else torch.float32
-    outputs = [torch.empty((rows, n), dtype=dtype, device=operands.x_MK.device) for _ in weights]
+    weights = [prepare(name, w, rows) for w in operands.weights_NK[: max(2, sets // 2 + 1) if name == "sgemm" else sets]]  # fp32: half as many exceed the L2 as far
+    dtype = torch.bfloat16 if name.startswith("bf16") else torch.float32
+    outputs = [torch.empty((max(rows, PADDED_ROWS) if name == "bf16_padded" else rows, n), dtype=dtype, device=operands.x_MK.device) for _ in weights]
     run = program(name, operands.x_MK)
 
     def poison() -> None:
         for y in outputs:
             y.fill_(float("nan"))
 
-    return Variant(name=name, calls=tuple(partial(run, w, out) for w, out in zip(weights, outputs, strict=True)), check=lambda: check(name, outputs, operands), poison=poison,
+    return Variant(name=name, calls=tuple(partial(run, w, out) for w, out in zip(weights, outputs, strict=True)), check=lambda: check(name, [y[:rows] for y in outputs], operands, errors), poison=poison,
                    bytes_moved=BYTES[name] * n * k + 2 * rows * k + 4 * rows * n, flops=2 * rows * n * k)
 
 
-def check(name: str, outputs: list[torch.Tensor], operands: Operands) -> None:
-    """fma: equal in every bit to the CPU oracle; the others: within their error. Every element of every set is written."""
+def check(name: str, outputs: list[torch.Tensor], operands: Operands, errors: dict[str, float]) -> None:
+    """An exact family: equal in every bit to its CPU oracle; the others: within their error. Every element of every set is written."""
     for i, y in enumerate(outputs):
         assert not bool(torch.isnan(y).any()), f"{name} left elements of set {i} unwritten"
     corner = outputs[0][:CHECKED_ROWS, :CHECKED_ROWS].float().cpu()
-    if name == "fma":
-        assert torch.equal(corner, operands.expected), "fma differs from the CPU oracle"
+    if name in ("fma", "integer", "sgemm"):
+        errors[f"error_{name}"] = float(((corner.double() - operands.exact).abs() / operands.scale).mean())
+    if name in EXACT:
+        assert torch.equal(corner, operands.expected[name]), f"{name} differs from its CPU oracle"
         return
     k = operands.size[2]
-    limit = operands.scale * (BF16_OUTPUT_ERROR if name == "bf16" else 0.0) + operands.scale * k * FP32_TERM_ERROR
-    assert bool(((corner - operands.expected).abs() <= limit).all()), f"{name} is outside its error"
+    limit = operands.scale * (BF16_OUTPUT_ERROR if name.startswith("bf16") else 0.0) + operands.scale * k * FP32_TERM_ERROR
+    assert bool(((corner - operands.exact).abs() <= limit).all()), f"{name} is outside its error"
 
 
 def copy_of(operands: Operands, device: str) -> Variant:
@@ -125,7 +151,7 @@ def metrics_of(result: ContestResult, variants: list[str], operands: Operands) -
     _, n, k = operands.size
     out = {f"{v}_us": result.median_s(v) * 1e6 for v in variants if v != "copy"}
     out |= {f"{v}_eager_us": result.median_s(f"{v} [eager]") * 1e6 for v in variants if v != "copy" and f"{v} [eager]" in result.names}
-    out |= {f"log_ratio_{v}": result.log_ratio(v, "fma") for v in variants if v not in ("copy", "fma")}
+    out |= {f"log_ratio_{v}": result.log_ratio(v, "fma") for v in variants if v not in ("copy", "fma", "bf16_compiled")}
     out |= {"log_control": result.control_log_ratio, "noise_floor": result.noise_floor}
     if "copy" in variants:
         out["copy_us"] = result.median_s("copy") * 1e6

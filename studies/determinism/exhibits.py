@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from studies.determinism.claims import decode_contests, oracle_digests
+from studies.determinism.bits import oracle_digests
+from studies.determinism.speed import decode_contests
 from suite.claims import Row, View
 from suite.exhibit import Column, Curves, Matrix, MatrixCell, Prose, Series, Table
 from suite.stats import ratio_interval

@@ -166,6 +166,19 @@ class Decoder:
         self.lengths[: self.rows] = lengths
         self._start_B[: self.rows] = torch.tensor(lengths, dtype=torch.int32).to(self.model.device)
 
+    @property
+    def logits_BV(self) -> torch.Tensor:
+        """The buffer that every pass writes: fp32 [batch, V]."""
+        return self._logits_BV
+
+    @torch.no_grad()
+    def repeat_step(self) -> None:
+        """The step of the last token that fits, with the state left as it was: the same work each time, for timing. Can be captured."""
+        kept_B = self.ids_B.clone()
+        self._decode(extent=self.capacity_tokens, even=True)
+        self._start_B.sub_(self._count_B)
+        self.ids_B.copy_(kept_B)
+
     @torch.no_grad()
     def capture(self, *, full: bool = False) -> None:
         """Captures the step; `step` then replays it. The state stays as it was.

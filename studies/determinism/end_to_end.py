@@ -1,0 +1,89 @@
+"""A decoder of the shape of Llama-2-7B, end to end: how long a decode step and a prefill take, by family, in one process.
+
+    serving(ctx, batches=[1, 8], context=1024, prompts=[512, 2048], variants=["fma", "integer", "layercast", "sgemm", "bf16"], rounds=6)
+
+One step is what a server runs for every token: all layers, the cache read at `context` tokens, logits and argmax, as one CUDA graph.
+Weights are random (seeded, normal), so texts mean nothing and times do not depend on them. "bf16" is the same decoder with cuBLAS's
+bf16 linears and torch's attention over the same bf16 cache; LayerCast and "sgemm" (weights stored in fp32) keep an fp32 cache.
+Floors: a step reads every weight once (13.2 GB in 16 bits: 3.1 ms at 4.25 TB/s; LayerCast moves 10 bytes a weight); a prefill of T tokens
+needs 2 * 6.6e9 * T flops in the linears.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from studies.models.config import LLAMA2_7B
+from studies.models.decoder import Decoder
+from studies.models.prepared import Model, prepare
+from studies.models.synthetic import random_weights
+from suite.measure import Context, Result
+from suite.timing import Variant, contest
+
+FAMILY = {"fma": "fma", "integer": "integer", "layercast": "layercast", "sgemm": "sgemm", "bf16": "bf16-serving"}
+EXACT = ("fma", "integer")
+
+
+def serving(ctx: Context, *, batches: list[int], context: int, prompts: list[int], variants: list[str], rounds: int) -> Result:
+    """Record "phases": one entry a phase (decode at a batch, prefill of a prompt) with the median time of each variant and ln ratios to fma.
+
+    Metrics: the smallest ln(layercast / best exact) over batches and over prompts of 2048 tokens and more, and the largest exactness cost.
+    """
+    weights = random_weights(LLAMA2_7B, seed=ctx.seed, device=ctx.device)
+    models = {v: prepare(weights, family=FAMILY[v], device=ctx.device) for v in variants}
+    ids = torch.randint(LLAMA2_7B.vocabulary, (max(batches), max(context, *prompts)), generator=torch.Generator().manual_seed(ctx.seed)).tolist()
+    phases, arrays = [], {}
+    for batch in batches:
+        result = _contest(ctx, {v: _decode(v, m, [row[: context - 1] for row in ids[:batch]]) for v, m in models.items()}, rounds, 2, "graph")
+        phases.append(_phase("decode", batch, context, result, variants))
+        arrays |= {f"decode{batch}.{v}": result.samples[v] for v in variants}
+    for tokens in prompts:
+        result = _contest(ctx, {v: _prefill(v, m, ids[0][:tokens]) for v, m in models.items()}, max(2, rounds // 2), 1, "eager")
+        phases.append(_phase("prefill", 1, tokens, result, variants))
+        arrays |= {f"prefill{tokens}.{v}": result.samples[v] for v in variants}
+    return Result(metrics=summary(phases), records={"phases": phases}, arrays=arrays)
+
+
+def _contest(ctx: Context, variants: dict[str, Variant], rounds: int, launches: int, mode: str):
+    return contest(list(variants.values()), device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=0.5, mode=mode, control="fma")
+
+
+def _decode(name: str, model: Model, ids: list[list[int]]) -> Variant:
+    """One step over a full cache, again and again."""
+    decoder = Decoder(model, batch=len(ids), capacity_tokens=len(ids[0]) + 1)
+    decoder.prefill(ids, chunk=512)
+    decoder.repeat_step()
+    logits_BV = decoder.logits_BV
+    return Variant(name=name, calls=(decoder.repeat_step,), check=partial(_same, name, decoder, logits_BV.clone()), poison=partial(logits_BV.fill_, float("nan")))
+
+
+def _prefill(name: str, model: Model, ids: list[int]) -> Variant:
+    decoder = Decoder(model, batch=1, capacity_tokens=len(ids))
+    expected = decoder.prefill([ids]).clone()
+    return Variant(name=name, calls=(partial(decoder.prefill, [ids]),), check=partial(_same, name, decoder, expected), poison=partial(decoder.logits_BV.fill_, float("nan")))
+
+
+def _same(name: str, decoder: Decoder, expected_BV: torch.Tensor) -> None:
+    """Exact families give the first pass's bits again; the others stay within a thousandth of the largest logit."""
+    found_BV = decoder.logits_BV
+    if name in EXACT:
+        assert torch.equal(found_BV, expected_BV), f"{name} gave other bits than its first pass"
+    else:
+        assert bool(((found_BV - expected_BV).abs() <= 1e-3 * expected_BV.abs().max()).all()), f"{name} is far from its first pass"
+
+
+def _phase(kind: str, batch: int, tokens: int, result, variants: list[str]) -> dict:
+    return {"phase": kind, "batch": batch, "tokens": tokens, "ms": {v: result.median_s(v) * 1e3 for v in variants},
+            "log_ratio": {v: result.log_ratio(v, "fma") for v in variants if v != "fma"}, "log_control": result.control_log_ratio}
+
+
+def summary(phases: list[dict]) -> dict[str, float]:
+    """ln ratios against the better exact family of each phase: the choice of kernels may depend on shape alone, and a phase is one."""
+    best = [min(0.0, p["log_ratio"].get("integer", 0.0)) for p in phases]
+    gain = {name: [p["log_ratio"][name] - b if name in p["log_ratio"] else None for p, b in zip(phases, best, strict=True)] for name in ("layercast", "bf16")}
+    pick = lambda name, keep: [g for p, g in zip(phases, gain[name], strict=True) if g is not None and keep(p)]  # noqa: E731
+    decode, long = (lambda p: p["phase"] == "decode"), (lambda p: p["phase"] == "prefill" and p["tokens"] >= 2048)
+    found = {"decode_log_layercast": pick("layercast", decode), "prefill_log_layercast": pick("layercast", long), "decode_log_bf16": pick("bf16", decode)}
+    return {name: min(values) for name, values in found.items() if values}
