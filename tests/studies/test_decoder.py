@@ -167,6 +167,18 @@ def test_logits_of_a_prefill_and_of_its_steps_are_one_sequence(models):
     assert decoder.lengths == [16, 0, 0]
 
 
+@pytest.mark.parametrize("family", ["fma", "bf16"])
+def test_a_repeated_step_is_the_step_and_leaves_no_trace(models, family):
+    repeated, plain = (Decoder(models[family], batch=2, capacity_tokens=6) for _ in range(2))
+    for decoder in (repeated, plain):
+        decoder.prefill([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+    for _ in range(2):
+        repeated.repeat_step()
+    made = repeated.logits_BV.clone()
+    want = plain.step().clone()
+    assert torch.equal(made, want) and torch.equal(repeated.step(), want) and torch.equal(repeated.ids_B, plain.ids_B)
+
+
 def tensor_parallel_rank(rank, size, folder, seed):
     """One process of the test below."""
     torch.set_num_threads(1)
