@@ -107,9 +107,10 @@ _IDS = torch.zeros(5, dtype=torch.int64)
 
 ENTRIES = (
     # family A: matrix products
-    Entry(name="decode, one token", family="fma", call=_decode(1, 70, BF16, BF16, DecodeSchedule(rows=2, unroll=4))),
-    Entry(name="decode, fp32 tokens", family="fma", call=_decode(2, 70, FP32, BF16, DecodeSchedule(rows=2, block_m=2, unroll=2))),
-    Entry(name="decode by chunk", family="fma", call=_decode(2, 70, BF16, FP16)),
+    Entry(name="decode, one token", family="fma", call=_decode(1, 70, BF16, BF16, DecodeSchedule(unroll=4))),
+    Entry(name="decode, fp32 tokens", family="fma", call=_decode(2, 70, FP32, BF16, DecodeSchedule(block_m=2, unroll=2))),
+    # the last CTA to arrive adds the chunks: an integer atomic decides who, which symbols do not follow; opcodes only
+    Entry(name="decode by chunk", family="fma", orders={}, call=_decode(2, 70, BF16, FP16)),
     Entry(name="decode, split", family="fma", call=_decode(1, 70, FP32, FP32, DecodeSchedule(split=2, x_ahead=False))),
     Entry(name="prefill", family="fma", call=_prefill(FP32, BF16)),
     Entry(name="prefill, 16 bits", family="fma", call=_prefill(BF16, FP16, PrefillSchedule(rows=4, block_m=4, warps_m=8))),

@@ -141,6 +141,8 @@ def shifted(name, value, count, bits):
 
 
 def _operand(text: str) -> str:
+    if not isinstance(text, str):
+        raise NotTraced(f"an instruction takes {text} where a register is expected (an atomic, an asynchronous copy)")
     text = text.strip()
     if text in _SPECIAL or text == "_":
         return _SPECIAL.get(text, text)

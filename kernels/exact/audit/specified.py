@@ -14,7 +14,7 @@ from kernels.exact.audit.order import chunked_sum, compare, neighbour_tree, wide
 from kernels.exact.audit.specimen import Specimen
 from kernels.exact.order import CHUNK
 
-__all__ = ["decode_order", "parts_order", "prefill_order", "rmsnorm_order"]
+__all__ = ["decode_order", "parts_order", "prefill_order", "rmsnorm_order", "tiled_order"]
 
 FLOAT_ONE = 0x3F800000
 
@@ -55,10 +55,10 @@ def decode_order(ptx: str, specimen: Specimen) -> list[str]:
 
 
 def prefill_order(ptx: str, specimen: Specimen) -> list[str]:
-    """One CTA of the prefill kernel, three of its 32 lanes (lanes exchange nothing): y, the scratch being read back on the way."""
+    """One CTA of the prefill kernel, one of its 32 lanes (lanes exchange nothing): y, the scratch being read back on the way."""
     spans = specimen.value("S")
     _, n, products = _products(specimen, spans)
-    stores = run(ptx, specimen.params(), ctas=[(0, 0, 0)], grid=specimen.grid, lanes=range(0, 32, 15))
+    stores = run(ptx, specimen.params(), ctas=[(0, 0, 0)], grid=specimen.grid, lanes=range(7, 8))
     outputs = [key for key in stores if key[0] == "y_ptr"]
     expected = {key: neighbour_tree([chunked_sum(products(key[1] // n, key[1] % n, span)) for span in range(spans)]) for key in outputs}
     return compare(stores, expected, least=3)
@@ -89,3 +89,13 @@ def rmsnorm_order(ptx: str, specimen: Specimen) -> list[str]:
     r = float_op("div", FLOAT_ONE, float_op("sqrt", float_op("add", mean, expression("element", "eps", 0))))
     y = {("y_ptr", i): expression("bf16", float_op("mul", float_op("mul", x[i], r), widened("w_ptr", i, w_bits)), width=16) for i in range(k)}
     return compare(stores, y, least=k)
+
+
+def tiled_order(ptx: str, specimen: Specimen) -> list[str]:
+    """One CTA of the tiled prefill kernel, by span: the sums of its span for the tile's outputs inside M x N."""
+    if specimen.value("S") != 1:
+        raise ValueError(f"the tiled kernel is checked a span at a time; got S={specimen.value('S')}; give the entry by_span=True")
+    m, n, products = _products(specimen, specimen.grid[1])
+    stores = run(ptx, specimen.params(), ctas=[(0, 1, 0)], grid=specimen.grid)
+    expected = {key: chunked_sum(products(key[1] // n % m, key[1] % n, key[1] // (m * n))) for key in stores}
+    return compare(stores, expected, least=specimen.value("BN"))
