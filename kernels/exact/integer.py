@@ -14,7 +14,9 @@ Legend: M tokens, N outputs, K inputs. x and w are sliced by rows (slices.py): x
 NaN (canonical bits are hashed); other rows do not see it. A weight with one is refused by `prepare_integer`. **K <= 43,690**: three digit
 products of at most 2^14 per k stay below 2^31 in an int32 accumulator.
 **Error.** Operands: each is off by at most 2^-22.98 of its row's maximum (bf16 and fp16 elements within 2^-16 and 2^-13 of the maximum are
-exact). b6 drops at most 2 * 2^14 2^-16 + 2^14 2^-24 units of T per k. Normwise: a token whose maximum is far above its median loses the ratio.
+exact). b6 drops at most 2 * 2^14 2^-8 + 2^14 2^-16 units of T per k. Normwise: a row whose maximum is far above its median loses the ratio.
+Measured on the CPU at K = 4096 (fp32 tokens, sums of three uniforms), mean |error| / (|x| |w|) in 2-norms: b6 4.5e-9 with bf16 and 6.3e-9 with fp32
+weights, b9 1.9e-9 and 2.5e-9, a sequential float32 chain 1.3e-8; with one element of 2000 times the median in each token b6 1.1e-7, b9 4.0e-8.
 It adds no bias and rounds to no 16-bit output.
 """
 

@@ -3,10 +3,10 @@
     y = decode_integer(planes_x, ex_M, weight, schedule, out)           # on a GPU; `integer.linear_integer` slices x and calls it
 
 A bf16 weight is kept as its integer q, itself a bf16 number, row-major [N, KP] (integer.IntegerWeight.code): a row's tile is whole 128-byte
-lines, so no other order is needed. Slicing takes five float operations a weight and no conversion: with f = q and a magic number
-1.5 * 2^23 whose last mantissa bits show an integer,
-    h = fma(f + 0.5, 2^-8, magic + 128)    bytes 1, 0 of h are d0, d1 + 128   (no tie exists: f is an integer)
-    l = fma(h - (magic + 128), -2^8, f) + magic                byte 0 of l is d2
+lines, so no other order is needed. Slicing takes three float operations a weight and no conversion: with f = q and the magic number
+1.5 * 2^23, whose sum with an integer shows that integer in its last bits,
+    h = fma(f + 0.5, 2^-8, magic + 128)     bytes 1 and 0 are d0 and d1 + 128 (never a tie, f being an integer)
+    l = f + magic                           byte 0 is d2, f mod 256 (from 2^22 on l leaves the binade, but there 2^15 divides f: byte 0 is 0)
 W's rows are the wide side of the product, the tokens (8 or 16) the narrow one. `wide`: the three planes of x stand side by side, so each plane of W
 is multiplied once, and all nine digit products appear (b6 leaves three out when adding); else six or nine narrow products.
 K is split over `split` programs; their int64 totals are added by a second kernel, in any order the same. fp16 and fp32 weights use their
@@ -57,8 +57,7 @@ _PACKED = tl.constexpr("""{
 .reg .f32 f<4>, h<4>, l<4>, t; .reg .b32 p, q;
 shl.b32 p, $3, 16; mov.b32 f0, p; and.b32 p, $3, 0xffff0000; mov.b32 f1, p;
 shl.b32 p, $4, 16; mov.b32 f2, p; and.b32 p, $4, 0xffff0000; mov.b32 f3, p;
-""" + "".join(f"""add.rn.f32 t, f{i}, 0f3F000000; fma.rn.f32 h{i}, t, 0f3B800000, 0f4B400080; sub.rn.f32 t, h{i}, 0f4B400080;
-fma.rn.f32 l{i}, t, 0fC3800000, f{i}; add.rn.f32 l{i}, l{i}, 0f4B400000;
+""" + "".join(f"""add.rn.f32 t, f{i}, 0f3F000000; fma.rn.f32 h{i}, t, 0f3B800000, 0f4B400080; add.rn.f32 l{i}, f{i}, 0f4B400000;
 """ for i in range(4)) + """.reg .b32 i<8>;
 mov.b32 i0, h0; mov.b32 i1, h1; mov.b32 i2, h2; mov.b32 i3, h3; mov.b32 i4, l0; mov.b32 i5, l1; mov.b32 i6, l2; mov.b32 i7, l3;
 prmt.b32 p, i4, i5, 0x0040; prmt.b32 q, i6, i7, 0x0040; prmt.b32 $2, p, q, 0x5410;
@@ -74,7 +73,7 @@ def digits_of(code, ASSEMBLY: tl.constexpr):
     else:
         f = code.to(tl.float32)
         h = tl.fma(f + 0.5, 0.00390625, _HALF)
-        low = tl.fma(h - _HALF, -256.0, f) + _MAGIC
+        low = f + _MAGIC
         bits = h.to(tl.int32, bitcast=True)
         return (bits >> 8).to(tl.int8), (bits ^ 0x80).to(tl.int8), low.to(tl.int32, bitcast=True).to(tl.int8)
 
@@ -194,9 +193,9 @@ def integer_decode_schedules() -> tuple[IntegerDecodeSchedule, ...]:
 
 
 def integer_decode_schedule(m: int, n: int, k: int) -> IntegerDecodeSchedule:
-    """The schedule used by default: a function of shape only. Enough programs for a large chip: fewer outputs, more parts of K."""
-    blocks = triton.cdiv(n, 64) * triton.cdiv(m, 16)
-    return IntegerDecodeSchedule(split=next(s for s in (1, 2, 4, 8) if blocks * s >= 512 or s == 8))
+    """The schedule used by default: a function of shape only (measured on an H200). Fewer outputs: more parts of K."""
+    split = next(s for s in (1, 2, 4, 8) if triton.cdiv(n, 32) * triton.cdiv(m, 16) * s >= 256 or s == 8)
+    return IntegerDecodeSchedule(block_n=32, block_k=128, num_warps=2, num_stages=4, wide=m <= 8, split=split)
 
 
 def finish_parts(parts: torch.Tensor, ex_M: torch.Tensor, weight, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:  # noqa: ANN001

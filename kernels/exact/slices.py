@@ -114,7 +114,7 @@ def balanced_bytes(x, ex):
     return (tl.where(ex == 255, 0, q) + 0x808080) ^ 0x808080
 
 
-@triton.jit(do_not_specialize=["K"])
+@triton.jit
 def slice_kernel(x_ptr, planes_ptr, ex_ptr, x_stride, K, KP, plane, GIVEN: tl.constexpr, WRITE: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """One row: its exponent (read from ex_ptr where GIVEN), then three int8 planes `plane` elements apart, zeros from K to KP.
 
