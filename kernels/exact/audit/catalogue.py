@@ -18,7 +18,7 @@ from kernels.exact.activations import erf, exp, gelu, gelu_erf, log, silu, swigl
 from kernels.exact.attention import attention, make_cache
 from kernels.exact.attention_backward import attention_backward
 from kernels.exact.attention_decode import append_tokens
-from kernels.exact.audit.specified import decode_order, parts_order, prefill_order, rmsnorm_order
+from kernels.exact.audit.specified import decode_order, parts_order, prefill_order, rmsnorm_order, tiled_order
 from kernels.exact.audit.specimen import TARGETS, Specimen, captured
 from kernels.exact.backward import cross_entropy_backward, embedding_backward, rmsnorm_backward, swiglu_backward, token_dot
 from kernels.exact.decode import DecodeSchedule, decode_fma, pack_weight
@@ -27,7 +27,7 @@ from kernels.exact.integer_engines import dp4a_totals
 from kernels.exact.norm import add_rmsnorm, layernorm, rmsnorm
 from kernels.exact.optimizer import AdamW, adamw_step
 from kernels.exact.prefill import PrefillSchedule, prefill_fma
-from kernels.exact.prefill_tiled import prefill_tiled
+from kernels.exact.prefill_tiled import TiledSchedule, prefill_tiled
 from kernels.exact.rope import rope
 from kernels.exact.sampling import argmax, sample
 from kernels.exact.softmax import cross_entropy, softmax
@@ -62,6 +62,11 @@ def _decode(m: int, n: int, x: torch.dtype, w: torch.dtype, schedule: DecodeSche
 
 def _prefill(x: torch.dtype, w: torch.dtype, schedule: PrefillSchedule | None = None) -> Callable[[], object]:
     return lambda: prefill_fma(_ones(33, K, dtype=x), pack_weight(_ones(300, K, dtype=w)), schedule)
+
+
+def _tiled_by_span() -> object:
+    schedule = TiledSchedule(block_m=64, block_n=64, by_span=True)
+    return prefill_tiled(_ones(5, K), pack_weight(_ones(70, K, dtype=BF16)), schedule)
 
 
 def _attention(tokens: int, dim: int, out_dtype: torch.dtype = FP32) -> Callable[[], object]:
@@ -115,6 +120,7 @@ ENTRIES = (
     Entry(name="prefill", family="fma", call=_prefill(FP32, BF16)),
     Entry(name="prefill, 16 bits", family="fma", call=_prefill(BF16, FP16, PrefillSchedule(rows=4, block_m=4, warps_m=8))),
     Entry(name="prefill in tiles", family="fma", targets=NVIDIA, call=lambda: prefill_tiled(_ones(33, K), pack_weight(_ones(140, K, dtype=BF16)))),
+    Entry(name="tiles by span", family="fma", targets=NVIDIA, orders={"prefill_tiled_kernel": tiled_order}, call=_tiled_by_span),
     Entry(name="token dot", family="fma", call=lambda: token_dot(_ones(272, 70), _ones(272, 70))),
     # family B
     Entry(name="integer decode", family="integer", call=_integer(1, "b6", prefill=False)),

@@ -39,38 +39,32 @@ def neighbour_tree(values: list) -> object:
     return values[0]
 
 
-def _never_minus_zero(node: object) -> bool:
-    """A sum is -0 only if both addends are."""
-    while isinstance(node, Node) and node.op == "add":
-        if 0 in node.args:
-            return True
-        node = node.args[0] if isinstance(node.args[0], Node) and node.args[0].op == "add" else node.args[1]
-    return node == 0 if isinstance(node, int) else False
+def _positive(node: object) -> bool:
+    """Known never to be -0: +0, or a sum in which +0 took part."""
+    return isinstance(node, int) and node == 0 or isinstance(node, Node) and node.op == "add+"
+
+
+def _sum(a: object, b: object) -> object:
+    """a + b in normal form. "add+" is a + b, but +0 where both are -0: what (a + 0) + b, a + (b + 0) and (a + 0) + (b + 0) all are."""
+    if not _positive(a) and not _positive(b):
+        return float_op("add", a, b)
+    if any(isinstance(x, int) and x == 0 and _positive(y) for x, y in ((a, b), (b, a))):
+        return b if isinstance(a, int) and a == 0 else a
+    bare = [next(x for x in side.args if x != 0) if isinstance(side, Node) and side.op == "add+" and 0 in side.args else side for side in (a, b)]
+    return expression("add+", *sorted(bare, key=lambda x: (isinstance(x, int), id(x))))
 
 
 def without_zeros(root: object) -> object:
-    """The same value for all data, with the additions of zero that cannot change bits taken out.
-
-    fma(0, 0, c) is c + 0 (padding); (c + 0) + 0 is c + 0; t + (c + 0) is t + c where t is never -0.
-    """
+    """The same value for all data, with the additions of +0 in one normal form: fma(0, 0, c) is c + 0 (padding); see `_sum`."""
     done: dict[object, object] = {}
-    for node in reversed(list(_after_operands(root))):
+    for node in reversed(_after_operands(root)):
         args = [done.get(a, a) if isinstance(a, Node) else a for a in node.args]
         if node.op == "fma" and args[0] == 0 and args[1] == 0:
-            args, op = [args[2], 0], "add"
+            done[node] = _sum(args[2], 0)
+        elif node.op == "add":
+            done[node] = _sum(*args)
         else:
-            op = node.op
-        if op == "add":
-            for i in (0, 1):
-                other = args[1 - i]
-                if isinstance(other, Node) and other.op == "add" and 0 in other.args and (args[i] == 0 or _never_minus_zero(args[i])):
-                    args[1 - i] = next((a for a in other.args if a != 0), 0) if args[i] != 0 else other
-                    if args[i] == 0:
-                        args = [None, other]
-                    break
-            done[node] = args[1] if args[0] is None else float_op("add", *args)
-        else:
-            done[node] = node if list(node.args) == args else (float_op(op, *args) if op in ("fma", "mul") else expression(op, *args, width=node.width))
+            done[node] = node if list(node.args) == args else (float_op(node.op, *args) if node.op in ("fma", "mul") else expression(node.op, *args, width=node.width))
     return done.get(root, root)
 
 
@@ -97,7 +91,7 @@ def compare(stores: dict, expected: dict, least: int = 1) -> list[str]:
         return [f"order: every output is written; got none for {missing[:3]} ({len(missing)} of {len(expected)})"]
     for key, wanted in expected.items():
         if stores[key] is not wanted and without_zeros(stores[key]) is not without_zeros(wanted):
-            return [f"order: {key[0]}[{key[1]}] {explain(wanted, stores[key])}"]
+            return [f"order: {key[0]}[{key[1]}] {explain(without_zeros(wanted), without_zeros(stores[key]))}"]
     return []
 
 
@@ -124,7 +118,7 @@ def _first_difference(wanted: object, got: object) -> tuple:
     """Descends as long as exactly one operand differs; chains are compared as a whole."""
     while isinstance(wanted, Node) and isinstance(got, Node) and wanted.op == got.op != "fma" and len(wanted.args) == len(got.args):
         differing = [(a, b) for a, b in zip(wanted.args, got.args, strict=True) if a is not b]
-        if len(differing) > 1 and wanted.op == "add":  # the two addends may stand the other way round
+        if len(differing) > 1 and wanted.op in ("add", "add+"):  # the two addends may stand the other way round
             common = set(wanted.args) & set(got.args)
             if common:
                 differing = [(next(a for a in wanted.args if a not in common), next(b for b in got.args if b not in common))]
@@ -142,7 +136,7 @@ def explain(wanted: object, got: object) -> str:
     if "fma" in names[1] - names[0]:
         return f"mul and add: got fma where they are specified; {got}"
     at_wanted, at_got = _first_difference(wanted, got)
-    if isinstance(at_wanted, Node) and at_wanted.op == "add" and 0 in at_wanted.args and at_got in at_wanted.args:
+    if isinstance(at_wanted, Node) and at_wanted.op in ("add", "add+") and 0 in at_wanted.args and at_got in at_wanted.args:
         return f"finished by + 0: a chunk is never -0; got the chain alone, {at_got}"
     chain, other = _chain(at_wanted), _chain(at_got)
     if chain and other and chain != other:
