@@ -148,7 +148,8 @@ def integer_prefill_kernel(
 
 def integer_prefill_schedules(products: str = "b6") -> tuple[IntegerPrefillSchedule, ...]:
     """Every schedule that a study should sweep on sm_90 (registers: 3 or 5 accumulators of block_m * block_n words)."""
-    tiles = [(128, 64, 4), (64, 128, 4), (128, 128, 8), (64, 64, 4), (128, 64, 8)] + ([(128, 256, 16), (128, 256, 8)] if products == "b6" else [(64, 256, 8)])
+    tiles = [(128, 64, 4), (64, 128, 4), (128, 128, 8), (64, 64, 4), (128, 64, 8)]
+    tiles += [(128, 256, 16), (128, 256, 8)] if products == "b6" else [(64, 256, 8)]
     found = []
     for (bm, bn, warps), bk, stages, tma in ((t, k, s, d) for t in tiles for k in (64, 128) for s in (2, 3, 4) for d in (False, True)):
         if 3 * (bm + bn) * bk * stages <= 227 << 10:

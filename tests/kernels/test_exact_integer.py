@@ -191,7 +191,8 @@ def test_the_largest_real_rows_at_the_largest_k_equal_integers(products: str) ->
     q_x, q_w = (int(v) for v in quantise_ref(x, row_exponents_ref(x))[0, :2]), quantise_ref(w, row_exponents_ref(w))[0].tolist()
     q = next(q_x)
     last = 2 if products == "b6" else 4
-    product = {v: sum(d * e << 8 * (4 - i - j) for i, d in enumerate(python_digits(q)) for j, e in enumerate(python_digits(v)) if i + j <= last) for v in set(q_w)}
+    pairs = [(i, j) for i in range(3) for j in range(3) if i + j <= last]
+    product = {v: sum(python_digits(q)[i] * python_digits(v)[j] << 8 * (4 - i - j) for i, j in pairs) for v in set(q_w)}
     total = sum(product[v] for v in q_w)
     assert products == "b6" or total > 2**53
     for engine in ENGINES:
@@ -287,7 +288,8 @@ def test_the_decode_code_of_a_bf16_weight_is_its_integer() -> None:
 
 def test_one_rounding_at_the_edges_of_float32() -> None:
     """Ties, the step to infinity, and double rounding below 2^-126, each at T and exponent planted by hand."""
-    totals = [2**24 + 1, 2**24 + 3, 2**25 + 2, 2**25 + 6, 2**61 + 1, 2**61 + 2**37, 2**61 + 2**37 + 1, 2**61 + 3 * 2**37, (2**24 - 1) << 20, (2**25 - 1) << 20,
+    totals = [2**24 + 1, 2**24 + 3, 2**25 + 2, 2**25 + 6, 2**61 + 1, 2**61 + 2**37, 2**61 + 2**37 + 1, 2**61 + 3 * 2**37, (2**24 - 1) << 20,
+              (2**25 - 1) << 20,
               ((2**25 - 1) << 20) - 1, 1, 3, 5, 2**23 + 1, (2**24 + 2**10) | 1, (1 << 30) + (1 << 6), (1 << 30) + (1 << 6) + 1, 0]  # fmt: skip
     total = torch.tensor([totals + [-t for t in totals]]).T
     for products, scale in (("b6", 30), ("b9", 46)):
@@ -346,7 +348,7 @@ def test_wrong_operands_are_refused_with_the_rule() -> None:
 
 SMEM_86 = 99 << 10  # what a program may use on sm_86 and sm_89
 INTS = {name: "i32" for name in ("M", "N", "KP", "x_plane", "w_plane")}
-MMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.s32\.s8\.s8", 80: r"mma\.sync\.aligned\.m16n8k32\S*\.s32\.s8\.s8\.s32", 89: r"mma\.sync\.aligned\.m16n8k32\S*\.s32\.s8\.s8\.s32"}
+WGMMA, MMA_SYNC = r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.s32\.s8\.s8", r"mma\.sync\.aligned\.m16n8k32\S*\.s32\.s8\.s8\.s32"
 
 
 # round to nearest even, or exact: conversions from 16 bits, signs, comparisons, moves. As the audit allows everywhere.
@@ -375,7 +377,8 @@ def kernels_of(architecture: int) -> dict:
     for assembly, out in ((True, "*i64"), (False, "*fp32")):
         s = integer_decode.integer_decode_schedule(8, 4096, 4096)
         constants = dict(T=8, BN=s.block_n, BK=s.block_k, B9=False, EVEN_K=True, CODE=True, ASSEMBLY=assembly, WIDE=s.wide, FINISH=out == "*fp32")
-        signature = dict(x_ptr="*i8", w_ptr="*bf16", ex_m_ptr="*i32", ex_n_ptr="*i32", out_ptr=out, M="i32", N="i32", KP="i32", BLOCKS="i32", x_plane="i32", w_plane="i32")
+        signature = dict(x_ptr="*i8", w_ptr="*bf16", ex_m_ptr="*i32", ex_n_ptr="*i32", out_ptr=out)
+        signature |= dict(M="i32", N="i32", KP="i32", BLOCKS="i32", x_plane="i32", w_plane="i32")
         found[f"decode assembly={assembly}"] = (integer_decode.integer_decode_kernel, signature, constants, s.num_warps, s.num_stages)
     finish = dict(part_ptr="*i64", ex_m_ptr="*i32", ex_n_ptr="*i32", out_ptr="*fp32", M="i32", N="i32", PARTS="i32")
     found["finish"] = (integer_decode.integer_finish_kernel, finish, dict(BLOCK=256, B9=True, FINISH=True), 2, 1)
@@ -405,10 +408,13 @@ def test_compiled_kernels_use_int8_tensor_cores_and_ieee_float_instructions_only
     for name, spec in kernels_of(architecture).items():
         kernel = compiled(*spec, architecture)
         ptx = kernel.asm["ptx"]
-        products = {op for op in float_opcodes(ptx) if re.fullmatch(MMA[architecture], op)}
+        products = {op for op in float_opcodes(ptx) if re.fullmatch(f"{WGMMA}|{MMA_SYNC}", op)}
         assert forbidden(ptx) - integer_mma - products == set(), name
         assert not re.search(r"\bmma\S*(f16|bf16|tf32|f32)", ptx) and "cvt.rzi" not in ptx, name
         assert bool(products) == name.startswith(("prefill", "decode")), name
+        assert architecture == 90 or not any(op.startswith("wgmma") for op in products), name
+        if name.startswith("prefill") and architecture == 90:
+            assert all(op.startswith("wgmma") for op in products), name  # decode's few warps take mma.sync there too
         assert ("dp4a.s32.s32" in ptx) == (name == "dp4a")
         if architecture == 89:  # 99 KiB
             assert kernel.metadata.shared <= SMEM_86, name

@@ -116,7 +116,8 @@ def test_the_code_of_a_weight_gives_its_digits_for_every_integer_of_eight_bits()
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_rounding_of_planted_totals_equals_the_reference(products: str) -> None:
     """Ties and double-rounding traps at every exponent, through the finish kernel."""
-    totals = [2**24 + 1, 2**24 + 3, 2**45 - 1, 2**45, 2**45 + 1, 2**61 + 2**37, 2**61 + 2**37 + 1, 2**61 + 3 * 2**37 - 1, ((2**25 - 1) << 20) - 1, (2**25 - 1) << 20,
+    totals = [2**24 + 1, 2**24 + 3, 2**45 - 1, 2**45, 2**45 + 1, 2**61 + 2**37, 2**61 + 2**37 + 1, 2**61 + 3 * 2**37 - 1,
+              ((2**25 - 1) << 20) - 1, (2**25 - 1) << 20,
               1, 3, 5, 2**23 + 1, (1 << 30) + (1 << 6), (1 << 30) + (1 << 6) + 1, 0, 2**46 + 2**22, 2**60 - 1]  # fmt: skip
     ex = torch.tensor([-149, -148, -130, -101, -60, -51, 0, 30, 64, 65, 100, 128], dtype=torch.int32)
     signed = torch.tensor(totals + [-t for t in totals])
