@@ -1,0 +1,172 @@
+"""Time of one linear layer: decode by batch with its floors, prefill, calls without graphs, and bytes by the profiler. One GPU model at a time.
+
+    decode(view)            # [Table, Curves, ...] for each GPU model; one sentence where nothing was timed
+
+Ratios are read inside one process and their intervals are over process starts. A floor is what a variant must move over the bandwidth of a
+copy measured in the same contest; it is read from fma's share of that bandwidth, so it needs no data sheet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from studies.determinism.shown import TITLES, Ratio, by_device, middle, of_device, over_processes, processes
+from studies.determinism.speed import DECODE_SHAPES
+from suite.claims import Row, View
+from suite.exhibit import Column, Curves, Prose, Series, Table
+
+FLOOR_BYTES = {"fma": 2, "integer": 2, "layercast": 10, "sgemm": 4, "bf16": 2, "bf16_padded": 2}  # a weight in decode; a test holds them to contests.BYTES
+OTHERS = tuple(v for v in FLOOR_BYTES if v != "fma")
+DECODE_ROWS, PREFILL_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (512, 1024, 2048, 4096, 8192)
+EAGER = ("fma", "layercast", "sgemm", "bf16")
+PREFILL = ("fma", "integer", "integer-b9", "layercast", "sgemm", "bf16")
+COMPILED = ("layercast_compiled", "bf16_compiled")
+
+
+def contests(view: View, compiled: bool = False) -> list[tuple[str, list[Row]]]:
+    """(GPU model, its contests); those of compiled programs are contests of their own, for a compiler's cache is no part of the others."""
+    found = [r for r in view.rows(measure="linear") if any(c in r.params["variants"] for c in COMPILED) == compiled]
+    return by_device(found)
+
+
+def of_shape(rows: Sequence[Row], m: int, n: int, k: int) -> list[Row]:
+    return [r for r in rows if (r.params["rows"], r.params["n"], r.params["k"]) == (m, n, k)]
+
+
+def log_ratio(variant: str, baseline: str):
+    """ln(time of `variant` / time of `baseline`) of one row; contests keep ratios to fma."""
+
+    def value(row: Row) -> float | None:
+        logs = {"fma": 0.0, **{v: row.metrics.get(f"log_ratio_{v}") for v in row.params["variants"] if v != "fma"}}
+        a, b = logs.get(variant), logs.get(baseline)
+        return None if a is None or b is None else a - b
+
+    return value
+
+
+def time_us(variant: str):
+    return lambda row: row.metrics.get(f"{variant}_us")
+
+
+def floor_us(variant: str):
+    """What the variant must move, at the bandwidth of the copy in the same contest."""
+
+    def value(row: Row) -> float | None:
+        share, us = row.metrics.get("log_bandwidth_share"), row.metrics.get("fma_us")
+        return None if share is None or us is None else us * math.exp(share) * FLOOR_BYTES[variant] / FLOOR_BYTES["fma"]
+
+    return value
+
+
+# ---- decode --------------------------------------------------------------------------------------------------------------------
+
+
+def decode(view: View) -> list:
+    devices = contests(view)
+    out = [part for device, rows in devices for n, k in DECODE_SHAPES for part in _decode_shape(device, rows, n, k, devices)]
+    return out or [Prose(heading="Time of one linear layer", text="NOT MEASURED HERE: timing needs a GPU, and no published timing of this code is present.")]
+
+
+def _decode_shape(device: str, rows: Sequence[Row], n: int, k: int, devices: Sequence) -> list:
+    groups = [(m, found) for m in DECODE_ROWS if (found := of_shape(rows, m, n, k))]
+    if not groups:
+        return []
+    used = [r for _, found in groups for r in found]
+    known = [v for v in OTHERS if any(v in r.params["variants"] for r in used)]
+    times = [("floor", *(middle(groups[0][1], floor_us(v)) for v in ("fma", *known)), "")]
+    times += [(str(m), *(middle(found, time_us(v)) for v in ("fma", *known)), str(processes(found))) for m, found in groups]
+    ratios = [(m, over_processes(found, lambda r: r.metrics.get("log_bandwidth_share")), *(over_processes(found, log_ratio(v, "fma")) for v in known), processes(found)) for m, found in groups]
+    shape, title = f"{n}x{k}", lambda t: of_device(t, device, devices)  # noqa: E731
+    return [
+        Table(title=title(f"Decode, weights {shape}: time"), columns=[Column(name="M"), *(Column(name=TITLES[v], unit="us") for v in ("fma", *known)), Column(name="processes")],
+              rows=[(*r[:-1], r[-1] or "-") for r in times], sources=used,
+              note=f"Medians over processes; weights rotated past the L2, CUDA graphs. Floor: {', '.join(f'{FLOOR_BYTES[v]} bytes a weight for {TITLES[v]}' for v in ('fma', *known) if FLOOR_BYTES[v] != 2) or '2 bytes a weight'}"
+                   f"{', 2 for the others,' if known else ''} at the bandwidth of a copy in the same contest (M = {groups[0][0]})."),
+        Table(title=title(f"Decode, weights {shape}: time of the others over fma"), rows=ratios, sources=used, note="Above 1: fma is faster. 95% intervals over process starts, Student-t.",
+              columns=[Column(name="M"), Column(name="fma's share of copy bandwidth"), *(Column(name=TITLES[v], unit="x") for v in known), Column(name="processes")]),
+        *_ratio_curve(title(f"Decode, weights {shape}: how much faster fma is, by batch"), groups, known, used),
+    ]  # fmt: skip
+
+
+def _ratio_curve(title: str, groups: Sequence[tuple[int, list[Row]]], known: Sequence[str], used: Sequence[Row]) -> list:
+    lines: dict[str, list[tuple[int, Ratio]]] = {}
+    for m, found in groups:
+        for v in known:
+            if ratio := over_processes(found, log_ratio(v, "fma")):
+                lines.setdefault(v, []).append((m, ratio))
+    if not lines:
+        return []
+    series = [Series(name=TITLES[v], x=[m for m, _ in p], y=[r[0] for _, r in p], low=[r[1] for _, r in p], high=[r[2] for _, r in p]) for v, p in lines.items()]
+    floors = "; ".join(f"{TITLES[v]} {FLOOR_BYTES[v] / FLOOR_BYTES['fma']:g}" for v in known)
+    return [Curves(title=title, x_label="tokens M", y_label="time ratio to fma", series=series, log_x=True, log_y=True, reference=(1.0, "parity"), sources=used,
+                   note=f"Ratios of the floors, by bytes a weight: {floors}.")]
+
+
+def eager(view: View) -> list:
+    """The same programs launched call by call: what a user without CUDA graphs sees, launch costs included."""
+    out, devices = [], contests(view)
+    for device, rows in devices:
+        groups = [(f"{n}x{k}", found) for n, k in DECODE_SHAPES if (found := [r for r in of_shape(rows, 1, n, k) if "fma_eager_us" in r.metrics])]
+        if groups:
+            table = [(shape, *(middle(found, time_us(f"{v}_eager")) for v in EAGER), processes(found)) for shape, found in groups]
+            out.append(Table(title=of_device("Decode at M = 1 without CUDA graphs", device, devices), columns=[Column(name="shape NxK"), *(Column(name=TITLES[v], unit="us") for v in EAGER), Column(name="processes")],
+                             rows=table, sources=[r for _, found in groups for r in found], note="Medians over processes. One call on an idle device pays for its launch, so that a kernel of a few microseconds needs a graph."))
+    return out
+
+
+def compiled(view: View) -> list:
+    """LayerCast through torch.compile, which fuses the upcast: the nearest thing to fma's floor."""
+    lines, used = [], []
+    for device, rows in contests(view, compiled=True):
+        for m, n, k in sorted({(r.params["rows"], r.params["n"], r.params["k"]) for r in rows}):
+            found = of_shape(rows, m, n, k)
+            used += found
+            lines += [(TITLES[v], device, m, f"{n}x{k}", middle(found, time_us(v)), middle(found, time_us("fma")), over_processes(found, log_ratio(v, "fma")), processes(found)) for v in COMPILED if any(v in r.params["variants"] for r in found)]
+    names = (Column(name="program"), Column(name="device"), Column(name="M"), Column(name="shape NxK"), Column(name="time", unit="us"), Column(name="fma", unit="us"), Column(name="time over fma", unit="x"), Column(name="processes"))
+    if not lines:
+        return [Prose(heading="Decode against compiled programs", text="NOT MEASURED HERE: LayerCast compiled by torch was not timed.")]
+    return [Table(title="Decode against compiled programs", columns=names, rows=lines, sources=used, note="torch.compile of \"upcast, then multiply\". It upcasts in registers, in an order of its own that no one promises. Its bf16 program has no ratio.")]
+
+
+# ---- prefill -------------------------------------------------------------------------------------------------------------------
+
+
+def prefill(view: View) -> list:
+    out, devices = [], contests(view)
+    for device, rows in devices:
+        lines, used = [], []
+        for m in PREFILL_ROWS:
+            found = of_shape(rows, m, 4096, 4096)
+            used += found
+            lines += [_prefill_line(found, m, v) for v in PREFILL if any(v in r.params["variants"] for r in found)]
+        if lines:
+            columns = (Column(name="M"), Column(name="implementation"), Column(name="time", unit="us"), Column(name="speed", unit="TFLOP/s"), Column(name="speed over SGEMM", unit="x"), Column(name="mean error"), Column(name="processes"))
+            out.append(Table(title=of_device("Prefill, 4096x4096 weights", device, devices), columns=columns, rows=lines, sources=used,
+                             note="TFLOP/s: 2MNK over the median time, the integer family's slicing of activations included. Mean error: |error| / (|x||w|) over a corner of the result, against float64."))
+    return out or [Prose(heading="Prefill", text="NOT MEASURED HERE: no prefill was timed.")]
+
+
+def _prefill_line(rows: Sequence[Row], m: int, variant: str) -> tuple:
+    us = middle(rows, time_us(variant))
+    speed = None if us is None else 2 * m * 4096 * 4096 / us / 1e6
+    ratio = "1" if variant == "sgemm" else over_processes(rows, log_ratio("sgemm", variant))
+    return m, TITLES[variant], us, speed, ratio, middle(rows, lambda r: r.metrics.get(f"error_{variant}")), processes(rows)
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------------------
+
+
+def bytes_moved(view: View) -> list:
+    """What the profiler counted."""
+    found = by_device(view.rows(measure="weight_bytes"))
+    if not found:
+        return [Prose(heading="Bytes a weight, by the profiler", text="NOT MEASURED HERE: the profiler's counters were not read; they need a GPU and `ncu` with the right to read them.")]
+    lines, used = [], []
+    for device, rows in found:
+        used += rows
+        for r in rows:
+            shape = f"M={r.params['rows']}, {r.params['n']}x{r.params['k']}"
+            lines += [(TITLES[t["variant"]], device, shape, t["read"] / 1e6, t["written"] / 1e6, t["per_weight"], FLOOR_BYTES[t["variant"]], t["kernels"]) for t in r.record("traffic")]
+    columns = (Column(name="implementation"), Column(name="device"), Column(name="shape NxK"), Column(name="read", unit="MB"), Column(name="written", unit="MB"), Column(name="bytes a weight"), Column(name="floor"), Column(name="kernels"))
+    return [Table(title="Bytes a weight, by the profiler", columns=columns, rows=lines, sources=used, note="Memory traffic of one call, all its kernels, after other weights have passed through the L2.")]
