@@ -12,7 +12,7 @@ It is written in Gluon for the layouts; the arithmetic is explicit `fma` in asce
 (the layouts assume 32 lanes): `prefill.py` does.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -31,18 +31,20 @@ class TiledSchedule:
 
     block_m, block_n: tile of outputs (64, 128, 256); block_k: products between barriers (8, 16, 32); lanes_m, warps_m: lanes of a warp and
     warps along M (each lane holds 4 x 4 neighbours, repeated over the tile); warps: 4 or 8; registers: cap a thread (0: the compiler's
-    choice), which sets how many CTAs share an SM; group_m: blocks of tokens that share an L2 pass; by_span: a CTA for every span.
+    choice), which sets how many CTAs share an SM; group_m: blocks of tokens that share an L2 pass; by_span: a CTA for every span;
+    wave: CTAs that run side by side: where whole tiles would leave most of a last wave idle, its blocks of tokens are cut by span (0: never).
     """
 
     block_m: int = 64
     block_n: int = 128
-    block_k: int = 16
+    block_k: int = 8
     lanes_m: int = 4
     warps_m: int = 1
     warps: int = 4
     registers: int = 168
     group_m: int = 8
     by_span: bool = False
+    wave: int = 0
 
     def __post_init__(self) -> None:
         allowed = {"block_m": (64, 128, 256), "block_n": (64, 128, 256), "block_k": (8, 16, 32), "lanes_m": (2, 4, 8), "warps_m": (1, 2, 4, 8), "warps": (4, 8), "group_m": (1, 2, 4, 8, 16)}
@@ -114,7 +116,8 @@ def prefill_tiled_kernel(
     w_lanes: gl.constexpr = gl.SliceLayout(0, acc_layout)
     X_WARPS: gl.constexpr = BM // 32 if BM < WARPS * 32 else WARPS
     W_WARPS: gl.constexpr = BN // 32 if BN < WARPS * 32 else WARPS
-    x_stage: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [X_WARPS, WARPS // X_WARPS], [1, 0])
+    X_RUN: gl.constexpr = BM * BK // (WARPS * 32) if BM * BK < WARPS * 256 else 8
+    x_stage: gl.constexpr = gl.BlockedLayout([1, X_RUN], [32, 1], [X_WARPS, WARPS // X_WARPS], [1, 0])
     w_stage: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [W_WARPS, WARPS // W_WARPS], [1, 0])
     piece: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     tile: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -179,16 +182,34 @@ def prefill_tiled_kernel(
 
 def tiled_schedules() -> tuple[TiledSchedule, ...]:
     """Every schedule that a study should sweep."""
-    large = dict(block_m=128, warps=8, warps_m=4, registers=128)
+    large = dict(block_m=128, block_k=16, warps=8, warps_m=4, registers=128)
     return (
-        TiledSchedule(), TiledSchedule(by_span=True), TiledSchedule(registers=0, group_m=4), TiledSchedule(warps_m=2), TiledSchedule(block_k=8, lanes_m=8),
-        TiledSchedule(**large), TiledSchedule(**large, by_span=True), TiledSchedule(block_m=128, warps_m=2, block_k=8, registers=0),
+        TiledSchedule(), TiledSchedule(by_span=True), TiledSchedule(wave=3), TiledSchedule(registers=0, group_m=4), TiledSchedule(block_k=16, warps_m=2),
+        TiledSchedule(block_k=16, lanes_m=8), TiledSchedule(**large), TiledSchedule(**large, by_span=True), TiledSchedule(block_m=128, warps_m=2, registers=0),
     )  # fmt: skip
 
 
 def tiled_schedule(m: int, n: int, k: int) -> TiledSchedule:
     """The schedule used by default: a function of shape only (measured on an H200, NOTES.md). Few tiles: a CTA for every span."""
-    return TiledSchedule(by_span=-(-m // 64) * -(-n // 128) < 1024)
+    return TiledSchedule(by_span=-(-m // 64) * -(-n // 128) < 1024, wave=_WAVE)
+
+
+_WAVE = 396  # three CTAs of the default tile on each of an H200's 132 SMs
+_CUT_COST = 0.1  # waves: a second launch, and the spans' sums through memory
+
+
+def whole_rows(m: int, n: int, c: TiledSchedule) -> int:
+    """Tokens, the first ones, that are computed in whole tiles; the rest goes by span.
+
+    Time is counted in waves: a whole tile takes one, a span an eighth, and a partly filled wave as long as a full one.
+    """
+    blocks, across = triton.cdiv(m, c.block_m), triton.cdiv(n, c.block_n)
+    waves = triton.cdiv(blocks * across, c.wave) if c.wave else 1
+    if waves == 1:
+        return m
+    kept = (waves - 1) * c.wave // across
+    cut = triton.cdiv(kept * across, c.wave) + triton.cdiv((blocks - kept) * across * 8, c.wave) / 8
+    return kept * c.block_m if cut < waves - _CUT_COST else m
 
 
 def prefill_tiled(x_MK: torch.Tensor, weight: PackedWeight, schedule: TiledSchedule | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -199,16 +220,25 @@ def prefill_tiled(x_MK: torch.Tensor, weight: PackedWeight, schedule: TiledSched
     if m * n * k == 0:
         return output_buffer(out, m, n, x_MK.device).zero_()
     c = schedule or tiled_schedule(m, n, k)
-    spans, groups = weight.data.shape[:2]
-    y_MN = output_buffer(out, m, n, x_MK.device)
+    x_MK, y_MN = pad_spans(x_MK, weight.data.shape[0]), output_buffer(out, m, n, x_MK.device)
+    whole = m if c.by_span else whole_rows(m, n, c)
+    if whole:
+        _launch(x_MK[:whole], weight, c, y_MN[:whole])
+    if whole < m:
+        _launch(x_MK[whole:], weight, replace(c, by_span=True), y_MN[whole:])
+    return y_MN
+
+
+def _launch(x_MK: torch.Tensor, weight: PackedWeight, c: TiledSchedule, y_MN: torch.Tensor) -> None:
+    """x padded by span, y contiguous."""
+    (m, n), (spans, groups) = y_MN.shape, weight.data.shape[:2]
     split = spans if c.by_span else 1
-    sums = y_MN if split == 1 else torch.empty((split, m, n), dtype=torch.float32, device=x_MK.device)
-    scratch = y_MN if spans == split else torch.empty((3, m, n), dtype=torch.float32, device=x_MK.device)
+    sums = y_MN if split == 1 else torch.empty((split, m, n), dtype=torch.float32, device=y_MN.device)
+    scratch = y_MN if spans == split else torch.empty((3, m, n), dtype=torch.float32, device=y_MN.device)
     cap = {"maxnreg": c.registers} if c.registers else {}
     prefill_tiled_kernel[(triton.cdiv(m, c.block_m) * triton.cdiv(n, c.block_n), split)](
-        pad_spans(x_MK, spans), weight.data, sums, scratch, m, n, groups, spans * groups, S=spans // split, BM=c.block_m, BN=c.block_n, BK=c.block_k,
+        x_MK, weight.data, sums, scratch, m, n, groups, spans * groups, S=spans // split, BM=c.block_m, BN=c.block_n, BK=c.block_k,
         LANES_M=c.lanes_m, WARPS_M=c.warps_m, WARPS=c.warps, GROUP_M=c.group_m, PAIRS_PER_CHUNK=CHUNK // (2 * c.block_k), num_warps=c.warps, enable_fp_fusion=False, **cap,
     )  # fmt: skip
     if split > 1:
         parts_kernel[(triton.cdiv(m * n, 32),)](sums, y_MN, m * n, ROWS=1, PARTS=split, BLOCK=32, num_warps=1, enable_fp_fusion=False)
-    return y_MN

@@ -19,8 +19,8 @@ from studies.models.prepared import prepare
 from suite.assets import chat_text, load, load_tokenizer, prompts as asset_prompts
 from suite.measure import Context, Result
 
-QUESTION = 'Is the sentiment of this movie review positive or negative? Answer with one word.\n\nReview: "{}"'
-ANSWERS = ("negative", "positive")
+QUESTION = "Movie review: {}\nThe sentiment of this review (positive or negative) is"
+ANSWERS = (" negative", " positive")
 
 
 def texts(ctx: Context, *, impl: str, batch: int, prompts: int, new_tokens: int) -> Result:
@@ -52,7 +52,7 @@ def _written(decoder: Decoder, ids: list[list[int]], new_tokens: int) -> tuple[n
 def labels(ctx: Context, *, impl: str, batch: int, sentences: int) -> Result:
     """Array margin fp32 [sentences] (logit of positive minus negative) and the accuracy of its sign."""
     tokenizer, rows = load_tokenizer(), load("sst2-dev")[:sentences]
-    ids = [tokenizer.encode(chat_text(QUESTION.format(text))) for text, _ in rows]
+    ids = [tokenizer.encode(QUESTION.format(text)) for text, _ in rows]
     negative, positive = (tokenizer.encode(word)[0] for word in ANSWERS)
     model = prepare(load_smollm2(), family=impl, device=ctx.device)
     decoder = Decoder(model, batch=min(batch, len(ids)), capacity_tokens=max(map(len, ids)))

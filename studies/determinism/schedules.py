@@ -22,6 +22,7 @@ TILED = (
     {"block_m": 128, "warps": 8, "warps_m": 4, "registers": 128},
     {"block_m": 128, "block_k": 8, "warps_m": 2, "registers": 0},
     {"block_m": 64, "block_k": 32, "lanes_m": 8, "group_m": 1},
+    {"block_m": 64, "wave": 3},
 )
 INTEGER_DECODE = ({"block_n": 32, "block_k": 64, "split": 1}, {"block_n": 64, "block_k": 128, "split": 8, "wide": False}, {"block_n": 16, "block_k": 256, "split": 3, "num_warps": 2, "assembly": False})
 INTEGER_PREFILL = ({"block_m": 64, "block_n": 64, "num_stages": 2}, {"block_m": 128, "block_n": 32, "block_k": 32, "num_warps": 8}, {"block_m": 32, "block_n": 128, "block_k": 64, "group_m": 1, "tma": True})

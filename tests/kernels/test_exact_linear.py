@@ -184,3 +184,13 @@ def test_shards_of_k_are_subtrees_so_tensor_parallel_sums_have_the_same_bits(ran
 def test_a_shard_that_cuts_a_span_is_refused() -> None:
     with pytest.raises(ValueError, match="whole spans"):
         linear_fma_ref(torch.zeros((1, 24)), torch.zeros((4, 24)), spans=3)
+
+
+def test_a_tiled_prefill_cuts_rows_by_span_only_where_that_saves_a_wave() -> None:
+    from kernels.exact.prefill_tiled import TiledSchedule, whole_rows
+
+    c = TiledSchedule(wave=396)
+    assert whole_rows(4096, 4096, c) == 3904  # 5.2 waves: five, and three blocks of tokens by span
+    assert whole_rows(2048, 22016, c) == 2048  # 13.9 waves: nothing to gain
+    assert whole_rows(64, 128, c) == 64 and whole_rows(4096, 4096, TiledSchedule()) == 4096
+    assert whole_rows(64, 640, TiledSchedule(wave=3)) == 0  # five tiles, three side by side: all by span
