@@ -83,7 +83,7 @@ class ExactLinear(nn.Module):
         device = (handle.data if isinstance(handle, PackedWeight) else self.weight).device
         if x.ndim < 1 or x.shape[-1] != self.in_features or x.device != device:
             raise ValueError(f"x is [..., {self.in_features}] on {device}; got {tuple(x.shape)=} {x.device=}; reshape or move it")
-        x_MK = x.detach().reshape(math.prod(x.shape[:-1]), self.in_features)
+        x_MK = x.detach().reshape(math.prod(x.shape[:-1]), self.in_features).contiguous()
         if self.family == "fma":
             y_MN = linear_fma(x_MK, handle) if x.is_cuda else linear_fma_ref(x_MK, handle)
         else:
