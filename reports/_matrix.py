@@ -21,6 +21,7 @@ PAGE = 720.0                        # drawn width in px; 17 cm on A4, so 12 px i
 LEGEND_ROOM = 620.0                 # a small matrix is not as wide as its legend
 LABEL, SMALL, TINY = 12.5, 11.5, 10.5   # text sizes in px
 LINE = 1.16                         # line pitch over text size
+ROOMY_ROWS, ROW, LOW_ROW = 16, 42.0, 24.0   # more rows than this are low, with the text beside the symbol: a picture fits a page
 TILT = 50.0                         # degrees of labels that do not fit upright
 
 
@@ -105,7 +106,7 @@ def _rows(sheet: GlyphSheet, matrix: Matrix, left: float, cell: float, total: fl
                 parts.append(sheet.text(2, y, line, size=LABEL, weight="bold"))
             y += 4
         for _ in range(group.size):
-            drawn, y = _row(sheet, matrix.row_labels[index], matrix.cells[index], left, cell, y)
+            drawn, y = _row(sheet, matrix.row_labels[index], matrix.cells[index], left, cell, y, ROW if len(matrix.row_labels) <= ROOMY_ROWS else LOW_ROW)
             parts += drawn
             index += 1
         parts.append(_line(0, y + 1, total, y + 1, GRID, 1.0))
@@ -114,9 +115,9 @@ def _rows(sheet: GlyphSheet, matrix: Matrix, left: float, cell: float, total: fl
     return parts, y
 
 
-def _row(sheet: GlyphSheet, label: str, cells: tuple[MatrixCell, ...], left: float, cell: float, y: float) -> tuple[list[str], float]:
+def _row(sheet: GlyphSheet, label: str, cells: tuple[MatrixCell, ...], left: float, cell: float, y: float, least: float) -> tuple[list[str], float]:
     lines = wrap(label, left - 14, LABEL)
-    height = max(42.0, len(lines) * LABEL * LINE + 8)
+    height = max(least, len(lines) * LABEL * LINE + 8)
     middle = y + height / 2
     start = middle - (len(lines) - 1) * LABEL * LINE / 2 + LABEL * 0.33
     parts = [sheet.text(10, start + i * LABEL * LINE, line, size=LABEL) for i, line in enumerate(lines)]
@@ -136,7 +137,13 @@ def _cell(sheet: GlyphSheet, value: MatrixCell, x: float, y: float, w: float, h:
              f'<rect x="{x + 1.5:.2f}" y="{y + 1.5:.2f}" width="{w - 3:.2f}" height="{h - 3:.2f}" rx="2" '
              f'fill="{background}" {border}/>']
     middle = y + h / 2
-    parts.append(_symbol(value.state, x + w / 2, middle - (6 if value.text else 0), 7.0, color))
+    if value.text and h < ROW:
+        text_width = min(width(value.text, TINY), w - 24)
+        start = x + (w - text_width - 17) / 2
+        parts.append(_symbol(value.state, start + 6, middle, 6.0, color))
+        parts.append(sheet.text(start + 17, middle + TINY * 0.36, value.text, size=_fit(value.text, w - 24), color=INK))
+        return "<g>" + "".join(parts) + "</g>"
+    parts.append(_symbol(value.state, x + w / 2, middle - (6 if value.text else 0), 7.0 if h >= ROW else 6.0, color))
     if value.text:
         parts.append(sheet.text(x + w / 2, middle + 14, value.text, size=_fit(value.text, w - 5), anchor="middle", color=INK))
     return "<g>" + "".join(parts) + "</g>"

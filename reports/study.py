@@ -106,10 +106,10 @@ def draw(item, commit: str, names: Mapping[str, str]) -> list:
 # ---------------------------------------------------------------- what other code measured
 
 
-def stale_note(sources: Sequence[Row]) -> str:
-    """A sentence that says how many of the results behind an exhibit were measured with other code than today's; "" for none."""
+def stale_note(sources: Sequence[Row], marked: bool = False) -> str:
+    """How many of the results behind an exhibit were measured with other code than today's; "" for none. `marked`: its cells say which."""
     stale = sum(r.stale for r in sources)
-    mark = f"; {STALE_MARK} marks cells" if stale else ""
+    mark = f", those of the cells marked {STALE_MARK}" if marked else ""
     return f"STALE: {stale} of the {len(sources)} results behind it were measured with other code than today's{mark}." if stale else ""
 
 
@@ -145,7 +145,8 @@ def _matrix(item: exhibit.Matrix, sources: Sequence[Row], commit: str, names: Ma
             runs[-1][1] += 1
         else:
             runs.append([device, 1])
-    note = " ".join(filter(None, (item.note, stale_note(sources))))
+    marked = any(STALE_MARK in c.text for row in item.cells for c in row)
+    note = " ".join(filter(None, (item.note, stale_note(sources, marked))))
     return blocks.Matrix(caption=_caption(item.title, sources, names), row_labels=item.row_labels, column_labels=[schedule or device for device, _, schedule in groups],
                          cells=[[blocks.MatrixCell(state=c.state, text=c.text, detail=c.detail) for c in row] for row in item.cells],
                          column_kinds=[kind] * len(item.column_labels), column_groups=[blocks.Group(label=d, size=n) for d, n in runs],
@@ -169,7 +170,8 @@ def _table(item: exhibit.Table, sources: Sequence[Row], names: Mapping[str, str]
     rows = [[_cell(value, names) for value in row] for row in item.rows]
     numeric = [any(isinstance(row[i], (int, float, Interval)) for row in rows) for i in range(len(item.columns))]
     columns = [blocks.Column(name=c.name, unit=c.unit or None, align="right" if n else "left") for c, n in zip(item.columns, numeric, strict=True)]
-    note = " ".join(filter(None, (item.note, stale_note(sources))))
+    marked = any(isinstance(value, str) and STALE_MARK in value for row in item.rows for value in row)
+    note = " ".join(filter(None, (item.note, stale_note(sources, marked))))
     return blocks.Table(caption=_caption(item.title, sources, names), columns=columns, rows=rows, kind=kind_of(sources) if sources or any(numeric) else "", machine=_machines(sources, names), note=note)
 
 
@@ -186,7 +188,7 @@ def provenance(study: Study, view: View) -> blocks.Provenance:
     machines, packages = {}, {}
     for row in view.rows_:
         e = row.environment
-        machines[row.device] = f"driver {e['driver']}" if e.get("driver") else str(e.get("os", ""))
+        machines[row.device] = f"driver {e['driver']}" if e.get("driver") else str(e.get("os") or "?")
         packages.setdefault("torch", set()).add(str(e.get("torch", "?")))
         packages.setdefault("triton", set()).add(str(e.get("triton", "?")))
         packages.setdefault("Python", set()).add(str(e.get("python", "?")))

@@ -19,6 +19,6 @@ from suite.claims import View
 
 
 def exhibits(view: View) -> list:
-    bits = [*matrices(view), *texts(view), *golden_matrix(view), *evidence(view), *differences(view), *schedules(view), *audit(view)]
+    bits = [*matrices(view), *texts(view), *evidence(view), *golden_matrix(view), *differences(view), *schedules(view), *audit(view)]
     speed = [*decode(view), *compiled(view), *eager(view), *prefill(view), *bytes_moved(view), *serving(view)]
-    return [*bits, *flips(view), *speed, peers.table()]
+    return [*bits, *flips(view), *speed, *peers.tables()]

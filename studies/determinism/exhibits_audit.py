@@ -28,7 +28,8 @@ def audit(view: View) -> list:
     absent = [t for t in TARGETS if t not in by_target]
     columns = [Column(name="kernel"), *(Column(name=t) for t in targets), Column(name="order"), Column(name="spills", unit="B"), Column(name="shared", unit="B")]
     rows = [_line(name, [cases[t].get(name) for t in targets]) for name in names]
-    note = "PASS: every floating-point instruction is on the list of IEEE operations (no fused or approximate ones beyond it). Order: proved from the compiled code, term by term, or opcodes only. Spills and shared memory: the largest over targets."
+    note = ("PASS: the floating-point instructions are those of an allow-list (IEEE operations; nothing approximate, nothing that flushes subnormals, no tensor core but for integers), and the order of the sums is the stated "
+            "one where it is traced. Order: proved from the compiled code, or opcodes only. Spills and shared memory: the largest over targets.")
     note += f" Not compiled for {', '.join(absent)}: NOT MEASURED HERE." if absent else ""
     table = Table(title="Kernels by target", columns=columns, rows=rows, note=note, sources=list(by_target.values()))
     return [Prose(heading=TITLE, text=summary(cases)), *failures(cases), table, *executed(view, cases)]
@@ -41,7 +42,7 @@ def summary(cases: Mapping[str, Mapping[str, Any]]) -> str:
     proved = sum(c.get("order") == "proved" for c in built)
     spilled = sum(bool(c.get("spill_bytes")) for c in built)
     return (f"{len(built)} compiled kernels for {', '.join(cases)}: {len(built) - failed} PASS, {failed} FAIL. The order of the sums was proved in {proved} of them; the other {len(built) - proved} were held to their opcodes. "
-            f"{spilled} spill registers. This is what the compiler made of the code; on these architectures but the GPUs named in the matrices nothing was executed.")
+            f"{spilled or 'None'} of them {'spills' if spilled == 1 else 'spill'} registers. This is what a compiler made of the code: executed are the architectures of the GPUs that the matrices name, and no other.")
 
 
 def failures(cases: Mapping[str, Mapping[str, Any]]) -> list:
@@ -84,7 +85,7 @@ def executed(view: View, cases: Mapping[str, Mapping[str, Any]]) -> list:
         return [Prose(heading="Audited = executed", text="NOT MEASURED HERE: no GPU has recorded which kernel binaries it executed; `python -m suite verify-determinism` on a GPU does.")]
     columns = [Column(name=n) for n in ("device", "binaries executed", "in the checked-in manifest", "audited as the same bytes")]
     return [Table(title="Audited = executed", columns=columns, rows=lines, sources=used,
-                  note="A binary is named by its sha256. Those that the catalogue of audited launches does not hold can be compiled again from the record and audited: `python -m kernels.exact.audit`.")]
+                  note="A binary is named by its sha256. Those that the catalogue of audited launches does not hold can be compiled again from the record and audited: python -m kernels.exact.audit --executed FILE.")]
 
 
 def launched(row: Row) -> set[tuple[str, str, str, str]]:

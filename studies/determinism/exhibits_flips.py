@@ -99,15 +99,16 @@ def _mean(values: np.ndarray):
 
 
 def labels_table(rows: Sequence[Row]) -> list:
-    lines = []
-    for device, found in by_device(rows):
+    devices, lines = by_device(rows), []
+    several_devices = len(devices) > 1
+    for device, found in devices:
         for impl, runs in by_implementation(found).items():
             margins = [r.arrays()["margin"] for r in runs.values()]
             accuracies = [100 * r.metrics["accuracy"] for r in runs.values()]
             several = len(runs) > 1
             changed = flip_stats.labels_that_change(margins)
-            lines.append((TITLES[impl], device, ", ".join(map(str, runs)), ", ".join(f"{a:.2f}" for a in accuracies), flip_stats.std_of_accuracy(accuracies) if several else None, changed if several else None, len(margins[0]),
+            lines.append((TITLES[impl], *([device] if several_devices else []), ", ".join(map(str, runs)), ", ".join(f"{a:.2f}" for a in accuracies), flip_stats.std_of_accuracy(accuracies) if several else None, changed if several else None, len(margins[0]),
                           flip_stats.largest_change(margins) if several else None))
-    columns = (Column(name="implementation"), Column(name="device"), Column(name="batches"), Column(name="accuracy", unit="%"), Column(name="Std@Acc", unit="%"), Column(name="labels that change"), Column(name="of sentences"),
+    columns = (Column(name="implementation"), *([Column(name="device")] if several_devices else []), Column(name="batches"), Column(name="accuracy", unit="%"), Column(name="Std@Acc", unit="%"), Column(name="labels that change"), Column(name="of sentences"),
                Column(name="largest change of a margin", unit="nats"))
     return [Table(title="Labels by batch", columns=columns, rows=lines, sources=rows, note="SST-2 sentences, labelled by the larger of two logits. Std@Acc: standard deviation of the accuracy over batches.")]

@@ -4,12 +4,13 @@
 
 An implementation is judged only where its authors promise equal bits; elsewhere its cell reads "not claimed" and carries what was
 measured. An exact family is compared with its CPU oracle. The others are compared with their own result for 64 rows: on the same GPU
-where their authors speak of GPUs alone, else on a CPU where they were run on one.
+where their authors speak of GPUs alone, else on the CPU at hand, or on the same device where they were not run on that CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from studies.determinism.bits import FAMILIES, equal_operators, oracle_digests
 from studies.determinism.shown import TITLES, by_device, counted
@@ -27,7 +28,8 @@ _FIELDS = ("rows", "chunk_rows", "threads")
 NOTE = (
     "Operators are linear layers with real weights and activations, and ragged shapes; for fma also RMSNorm, SiLU and SwiGLU. An exact family is compared with its CPU oracle. "
     "LayerCast, whose authors claim GPUs, and the batch-invariant GEMM, whose authors claim batch sizes on one GPU, are compared with their own result for 64 rows on that GPU. "
-    "Not claimed: the authors promise nothing there; the figure is what was measured against the implementation's own result for 64 rows (on a CPU where it was run on one), equal operators of all."
+    "Not claimed: the authors promise nothing there; the figure is what was measured, against the implementation's own result for 64 rows on this CPU, or on the same device where it was not run on this CPU. "
+    "Figures: equal operators of those that have a reference here, and of all where some have none."
 )
 Belongs = Callable[[Row], bool]
 
@@ -93,16 +95,13 @@ def _matrix(view: View, shown: Sequence[tuple[str, Belongs]], cpu: str, title: s
 def cell(view: View, rows: Sequence[Row], impl: str, cpu: str) -> MatrixCell:
     """One implementation on one column's rows (several for kernel schedules)."""
     if not rows:
-        return counted(0, 0, 0, "", None)
-    claimed = rows[0].params["device"] in CLAIMS[impl]
+        return counted(0, 0, 0, None)
     digests = reference(view, impl, rows[0].device, cpu)
     equal, compared, absent = (sum(x) for x in zip(*(equal_operators(r, digests) for r in rows), strict=True))
-    stale = next((r for r in rows if r.stale), rows[0])
-    found = counted(equal, compared, absent, f"operators{f' in {len(rows)} runs' if len(rows) > 1 else ''}", stale)
-    if found.state == "not_measured":
-        return found
-    detail = f"{found.detail}, largest distance to the oracle {max(r.metrics['max_ulp'] for r in rows):.0f} ULP"
-    return MatrixCell(state=found.state if claimed else "not_claimed", text=found.text, detail=detail)
+    runs = f"in {len(rows)} runs, " if len(rows) > 1 else ""
+    found = counted(equal, compared, absent, next((r for r in rows if r.stale), rows[0]), f"{runs}at most {max(r.metrics['max_ulp'] for r in rows):.0f} ULP from the oracle")
+    claimed = rows[0].params["device"] in CLAIMS[impl]
+    return found if claimed or found.state == "not_measured" else replace(found, state="not_claimed")
 
 
 def reference(view: View, impl: str, device: str, cpu: str) -> dict[str, dict[str, str]]:
@@ -136,9 +135,10 @@ def schedules(view: View) -> list:
     found = [r for r in view.rows(measure="operators") if r.params["kernel"]]
     if not found:
         return []
-    rows = []
+    several, rows = len({r.device for r in found}) > 1, []
     for r in sorted(found, key=lambda r: (list(CLAIMS).index(r.params["impl"]), r.params["kernel"]["kind"], r.params["rows"], r.label, r.device)):
         choices = ", ".join(f"{k} {v}" if not isinstance(v, bool) else k if v else f"no {k}" for k, v in r.params["kernel"].items() if k != "kind")
-        rows.append((TITLES[r.params["impl"]], r.params["kernel"]["kind"].replace("_", " "), r.params["rows"], choices, r.device, int(r.metrics["operators"]), int(r.metrics["equal_operators"]), int(r.metrics["max_ulp"])))
-    names = ("family", "kernel", "M", "schedule", "device", "operators", "equal", "max ULP")
+        line = (TITLES[r.params["impl"]], r.params["kernel"]["kind"].replace("_", " "), r.params["rows"], choices, *([r.device] if several else []))
+        rows.append((*line, int(r.metrics["operators"]), int(r.metrics["equal_operators"]), int(r.metrics["max_ulp"])))
+    names = ("family", "kernel", "M", "schedule", *(["device"] if several else []), "operators", "equal", "max ULP")
     return [Table(title="The exact families under every kernel schedule", columns=[Column(name=n) for n in names], rows=rows, sources=found)]

@@ -21,6 +21,8 @@ OTHERS = tuple(v for v in FLOOR_BYTES if v != "fma")
 DECODE_ROWS, PREFILL_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (512, 1024, 2048, 4096, 8192)
 EAGER = ("fma", "layercast", "sgemm", "bf16")
 PREFILL = ("fma", "integer", "integer-b9", "layercast", "sgemm", "bf16")
+ERRORS = ("fma", "integer", "sgemm")  # whose error a contest reads
+Group = tuple[int, list[Row]]  # M and its contests
 COMPILED = ("layercast_compiled", "bf16_compiled")
 
 
@@ -74,22 +76,28 @@ def _decode_shape(device: str, rows: Sequence[Row], n: int, k: int, devices: Seq
         return []
     used = [r for _, found in groups for r in found]
     known = [v for v in OTHERS if any(v in r.params["variants"] for r in used)]
-    times = [("floor", *(middle(groups[0][1], floor_us(v)) for v in ("fma", *known)), "")]
-    times += [(str(m), *(middle(found, time_us(v)) for v in ("fma", *known)), str(processes(found))) for m, found in groups]
-    ratios = [(m, over_processes(found, lambda r: r.metrics.get("log_bandwidth_share")), *(over_processes(found, log_ratio(v, "fma")) for v in known), processes(found)) for m, found in groups]
-    shape, title = f"{n}x{k}", lambda t: of_device(t, device, devices)  # noqa: E731
-    return [
-        Table(title=title(f"Decode, weights {shape}: time"), columns=[Column(name="M"), *(Column(name=TITLES[v], unit="us") for v in ("fma", *known)), Column(name="processes")],
-              rows=[(*r[:-1], r[-1] or "-") for r in times], sources=used,
-              note=f"Medians over processes; weights rotated past the L2, CUDA graphs. Floor: {', '.join(f'{FLOOR_BYTES[v]} bytes a weight for {TITLES[v]}' for v in ('fma', *known) if FLOOR_BYTES[v] != 2) or '2 bytes a weight'}"
-                   f"{', 2 for the others,' if known else ''} at the bandwidth of a copy in the same contest (M = {groups[0][0]})."),
-        Table(title=title(f"Decode, weights {shape}: time of the others over fma"), rows=ratios, sources=used, note="Above 1: fma is faster. 95% intervals over process starts, Student-t.",
-              columns=[Column(name="M"), Column(name="fma's share of copy bandwidth"), *(Column(name=TITLES[v], unit="x") for v in known), Column(name="processes")]),
-        *_ratio_curve(title(f"Decode, weights {shape}: how much faster fma is, by batch"), groups, known, used),
-    ]  # fmt: skip
+    prefix = of_device(f"Decode, weights {n}x{k}", device, devices)
+    return [_times(f"{prefix}: time", groups, ("fma", *known), used), _ratios(f"{prefix}: time of the others over fma", groups, known, used),
+            *_ratio_curve(f"{prefix}: how much faster fma is, by batch", groups, known, used)]
 
 
-def _ratio_curve(title: str, groups: Sequence[tuple[int, list[Row]]], known: Sequence[str], used: Sequence[Row]) -> list:
+def _times(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequence[Row]) -> Table:
+    """Times by batch under their floors, and how near fma comes to its own."""
+    lines = [("floor", *(middle(groups[0][1], floor_us(v)) for v in known), "1", "-")]
+    lines += [(str(m), *(middle(found, time_us(v)) for v in known), over_processes(found, lambda r: r.metrics.get("log_bandwidth_share")), str(processes(found))) for m, found in groups]
+    more = ", ".join(f"{FLOOR_BYTES[v]} for {TITLES[v]}" for v in known if FLOOR_BYTES[v] != 2)
+    return Table(title=title, rows=lines, sources=used, columns=[Column(name="M"), *(Column(name=TITLES[v], unit="us") for v in known), Column(name="fma's share of copy bandwidth"), Column(name="processes")],
+                 note="Medians over processes; weights rotated past the L2, CUDA graphs. "
+                      f"Floor: 2 bytes a weight{f' ({more})' if more else ''} at the bandwidth of a copy in the same contest (M = {groups[0][0]}).")
+
+
+def _ratios(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequence[Row]) -> Table:
+    lines = [(m, *(over_processes(found, log_ratio(v, "fma")) for v in known), processes(found)) for m, found in groups]
+    return Table(title=title, columns=[Column(name="M"), *(Column(name=TITLES[v], unit="x") for v in known), Column(name="processes")], rows=lines, sources=used,
+                 note="Above 1: fma is faster. 95% intervals over process starts, Student-t.")
+
+
+def _ratio_curve(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequence[Row]) -> list:
     lines: dict[str, list[tuple[int, Ratio]]] = {}
     for m, found in groups:
         for v in known:
@@ -122,11 +130,11 @@ def compiled(view: View) -> list:
         for m, n, k in sorted({(r.params["rows"], r.params["n"], r.params["k"]) for r in rows}):
             found = of_shape(rows, m, n, k)
             used += found
-            lines += [(TITLES[v], device, m, f"{n}x{k}", middle(found, time_us(v)), middle(found, time_us("fma")), over_processes(found, log_ratio(v, "fma")), processes(found)) for v in COMPILED if any(v in r.params["variants"] for r in found)]
+            lines += [(TITLES[v], device, m, f"{n}x{k}", middle(found, time_us(v)), middle(found, time_us("fma")), "not read" if v == "bf16_compiled" else over_processes(found, log_ratio(v, "fma")), processes(found)) for v in COMPILED if any(v in r.params["variants"] for r in found)]
     names = (Column(name="program"), Column(name="device"), Column(name="M"), Column(name="shape NxK"), Column(name="time", unit="us"), Column(name="fma", unit="us"), Column(name="time over fma", unit="x"), Column(name="processes"))
     if not lines:
         return [Prose(heading="Decode against compiled programs", text="NOT MEASURED HERE: LayerCast compiled by torch was not timed.")]
-    return [Table(title="Decode against compiled programs", columns=names, rows=lines, sources=used, note="torch.compile of \"upcast, then multiply\". It upcasts in registers, in an order of its own that no one promises. Its bf16 program has no ratio.")]
+    return [Table(title="Decode against compiled programs", columns=names, rows=lines, sources=used, note="torch.compile of \"upcast, then multiply\". It upcasts in registers, in an order of its own that no one promises.")]
 
 
 # ---- prefill -------------------------------------------------------------------------------------------------------------------
@@ -151,7 +159,8 @@ def _prefill_line(rows: Sequence[Row], m: int, variant: str) -> tuple:
     us = middle(rows, time_us(variant))
     speed = None if us is None else 2 * m * 4096 * 4096 / us / 1e6
     ratio = "1" if variant == "sgemm" else over_processes(rows, log_ratio("sgemm", variant))
-    return m, TITLES[variant], us, speed, ratio, middle(rows, lambda r: r.metrics.get(f"error_{variant}")), processes(rows)
+    error = middle(rows, lambda r: r.metrics.get(f"error_{variant}")) if variant in ERRORS else "not read"
+    return m, TITLES[variant], us, speed, ratio, error, processes(rows)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from studies.determinism.bits import equal_texts, equal_training, text_digests
 from studies.determinism.exhibits_matrix import packed
-from studies.determinism.shown import MISSING, TITLES, by_device, counted
+from studies.determinism.shown import MISSING, STALE, TITLES, by_device, counted
 from suite.claims import Row, View
 from suite.exhibit import Column, Matrix, Prose, Table
 
@@ -64,11 +64,11 @@ def _matrix(view: View, rows: Sequence[Row], families: Sequence[str], shown: Seq
         for _, belongs in shown:
             row = next((r for r in rows if r.params["family"] == family and belongs(r)), None)
             if row is None:
-                line.append(counted(0, 0, 0, "", None))
+                line.append(counted(0, 0, 0, None))
                 continue
             sources, digests = text_digests(view, family, row.params["sampled"])
             used += [r for r in (row, *sources) if r not in used]
-            line.append(counted(*equal_texts(row, digests), "prompts", row))
+            line.append(counted(*equal_texts(row, digests), row))
         cells.append(line)
     return Matrix(title=title, row_labels=[TITLES[f] for f in families], column_labels=[label for label, _ in shown], cells=cells, note=NOTE, sources=used)
 
@@ -88,13 +88,14 @@ def evidence(view: View) -> list:
     lines, used = [], []
     for measure, name, values, question, against in ATTEMPTS:
         rows = view.rows(measure=measure)
+        used += rows
         for value in dict.fromkeys([*values, *(r.params[name] for r in rows)]):
-            found = [r for r in rows if r.params[name] == value]
-            used += found
-            lines += [_attempt(r, question.format(value), against) for r in found] or [(question.format(value), MISSING, None, None, against, MISSING)]
+            lines += [_attempt(r, question.format(value), against) for r in rows if r.params[name] == value]
+        if absent := [str(v) for v in values if v not in {r.params[name] for r in rows}]:
+            lines.append((question.format(", ".join(absent)), "no run", "-", against, MISSING))
     training = view.rows(measure="training")
     lines += _training(training)
-    return [Table(title="Attempts to break the bits", columns=[Column(name=n) for n in ("attempt", "device", "equal", "cases", "equal to", "result")], rows=lines, sources=[*used, *training],
+    return [Table(title="Attempts to break the bits", columns=[Column(name=n) for n in ("attempt", "device", "equal of all", "equal to", "result")], rows=lines, sources=[*used, *training],
                   note="A green context leaves a kernel that many SMs; sm_80 and sm_89 code is PTX of other architectures, compiled by the driver for the GPU at hand. The training step compares the loss, every gradient, "
                        "parameter and moment after each step.")]
 
@@ -103,15 +104,14 @@ def _attempt(row: Row, question: str, against: str) -> tuple:
     cases = row.record("cases")
     equal, failed = sum(bool(c["equal"]) for c in cases), sum(bool(c.get("error")) for c in cases)
     result = ("all equal" if equal == len(cases) else f"{len(cases) - equal} differ") if cases else MISSING
-    return question, row.device, equal, len(cases), against, result + (f", {failed} of them did not run" if failed else "")
+    return question, row.device, f"{equal}/{len(cases)}", against, result + (f", {failed} of them did not run" if failed else "") + (f" {STALE}" if row.stale else "")
 
 
 def _training(rows: Sequence[Row]) -> list[tuple]:
     """One line a GPU: its tensors with the CPU's digests."""
-    cpu = [r for r in rows if r.params["device"] == "cpu"]
-    lines = []
+    cpu, lines = [r for r in rows if r.params["device"] == "cpu"], []
     for device, found in by_device([r for r in rows if r.params["device"] == "cuda"]):
         equal, compared, absent = equal_training([*cpu, *found])
-        result = MISSING + ": no CPU run" if not cpu or not compared else "all equal" if equal == compared and not absent else f"{compared - equal} differ, {absent} without a reference"
-        lines.append(("training step", device, equal if cpu else None, compared + absent, "the CPU's training step", result))
-    return lines or [("training step on a GPU", MISSING, None, None, "the CPU's training step", f"{MISSING}{'; the CPU side was run' if cpu else ''}")]
+        result = f"{MISSING}: no CPU run" if not compared else "all equal" if equal == compared and not absent else f"{compared - equal} differ, {absent} without a reference"
+        lines.append(("training step", device, f"{equal}/{compared + absent}" if compared else "-", "the CPU's training step", result))
+    return lines or [("training step on a GPU", "no run", "-", "the CPU's training step", f"{MISSING}{'; the CPU side was run' if cpu else ''}")]

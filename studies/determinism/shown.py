@@ -55,18 +55,11 @@ def middle(rows: Sequence[Row], value: Value) -> float | None:
     return statistics.median(values) if values else None
 
 
-def counted(equal: int, compared: int, absent: int, words: str, row: Row | None) -> MatrixCell:
-    """A matrix cell for `equal` of `compared + absent` results, `absent` of which have nothing to be compared with."""
+def counted(equal: int, compared: int, absent: int, row: Row | None, detail: str = "") -> MatrixCell:
+    """A matrix cell: `equal` of `compared` results; `absent` more have no reference here, so the cell says nothing of them but their number."""
     if row is None or not compared:
         return MatrixCell(state="not_measured", detail="no run" if row is None else "there is nothing to compare with: its reference was not run")
-    total = compared + absent
-    state = "equal" if equal == total else "differs" if not equal else "partial"
-    detail = f"{equal} of {compared} {words} equal" + (f", {absent} without a reference" if absent else "")
-    return marked(MatrixCell(state=state, text=f"{equal}/{total}", detail=detail), row)
-
-
-def marked(cell: MatrixCell, row: Row) -> MatrixCell:
-    """The cell, with the mark where its row was measured with other code."""
-    if not row.stale or not cell.text:
-        return cell
-    return MatrixCell(state=cell.state, text=f"{cell.text}{STALE}", detail=f"{cell.detail}, measured with other code")
+    state = "equal" if equal == compared else "differs" if not equal else "partial"
+    text = f"{equal}/{compared}" + (f" of {compared + absent}" if absent else "")
+    words = [f"{absent} without a reference" * bool(absent), detail, "measured with other code" * row.stale]
+    return MatrixCell(state=state, text=text + STALE * row.stale, detail=", ".join(w for w in words if w))

@@ -266,6 +266,17 @@ def test_a_matrix_of_ten_by_twelve_with_long_labels_stays_in_its_picture() -> No
         assert 0 <= float(x) <= width and 0 <= float(y) <= height
 
 
+def test_a_matrix_of_forty_rows_is_no_taller_than_a_page() -> None:
+    """Rows get low, and the PDF scales what is taller still: heading, picture and caption stay on one page."""
+    tall = Matrix(caption="A tall matrix", row_labels=[f"operator {i}" for i in range(40)], column_labels=["torch 2"], column_kinds=["measured"],
+                  cells=[[matrix().cells[i % 8][0]] for i in range(40)], run_ids=["r"], commit="c", note="the end of the caption")
+    given = Report(title="T", subtitle="s", generated_from="0" * 64, commit="0" * 40, blocks=[Heading(level=2, text="Tall heading"), tall])
+    pages = [squeeze(page.extract_text()) for page in PdfReader(io.BytesIO(pdf.render(given))).pages]
+    assert "theendofthecaption" in next(p for p in pages if "Tallheading" in p)
+    text_x, text_y = zip(*((float(x), float(y)) for x, y in re.findall(r"translate\(([-\d.]+) ([-\d.]+)\)", html.render(given))))
+    assert min(text_x) >= 0 and max(text_y) < 40 * 42
+
+
 def test_all_five_verdicts_are_shown_with_symbol_word_and_colour(page: Page, page_text: str, pdf_bytes: bytes) -> None:
     printed = squeeze(pdf_text(pdf_bytes))
     for verdict in VERDICTS:
