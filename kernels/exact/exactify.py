@@ -152,7 +152,18 @@ def _survey(model: nn.Module, family: str) -> tuple[list[tuple[str, str]], list[
     visit("", model)
     if _role(model) not in (None, "ForCausalLM"):
         unsupported.append(Unsupported(path="", kind=type(model).__name__, reason="not a whole decoder; pass the ...ForCausalLM"))
-    return jobs, kept, unsupported
+    return _paired(model, jobs, unsupported), kept, unsupported
+
+
+def _paired(model: nn.Module, jobs: list[tuple[str, str]], unsupported: list[Unsupported]) -> list[tuple[str, str]]:
+    """Attention and rotary embedding speak to each other: all of them are replaced, or none, and then each is named."""
+    pair, ready = ("Attention", "RotaryEmbedding"), {path for path, _ in jobs}
+    layers = [path for path, module in model.named_modules() if _role(module) == "DecoderLayer"]
+    if all(f"{path}.self_attn" in ready for path in layers) and any(role == "RotaryEmbedding" for _, role in jobs):
+        return jobs
+    reason = "attention and rotary embedding are replaced together, and one of them cannot be"
+    unsupported += [Unsupported(path=path, kind=type(model.get_submodule(path)).__name__, reason=reason) for path, role in jobs if role in pair]
+    return [job for job in jobs if job[1] not in pair]
 
 
 def _reasons(module: nn.Module, family: str, model: nn.Module) -> Iterator[str]:

@@ -14,7 +14,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 
 from kernels.exact import digest, linear_fma_ref, pack_weight, philox_bell, rmsnorm_ref, swiglu_ref
 from kernels.exact.attention import causal_attention_ref
-from kernels.exact.exactify import Unsupported, exactify
+from kernels.exact.exactify import ATTENTION_NAME, Unsupported, exactify
 from kernels.exact.integer import linear_integer_ref
 from kernels.exact.modules import ExactLinear, ExactRMSNorm, ExactRotaryEmbedding, attend
 from kernels.exact.rope import rope_ref, rope_tables
@@ -255,6 +255,44 @@ def test_the_lenient_call_replaces_the_rest_and_says_what_is_left():
         assert torch.isfinite(model(prompts((9,))[0][None]).logits).all()
     with pytest.raises(ValueError, match="exactified once"):
         exactify(model)
+
+
+def _wrap_attention(model):
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *args, **kwargs):
+            return self.inner(*args, **kwargs)
+
+    model.model.layers[0].self_attn = Wrapper(model.model.layers[0].self_attn)
+
+
+@pytest.mark.parametrize("name, options, change", [("qwen2", SLIDING, None), ("llama-tied", LINEAR_ROPE, None), ("qwen2", {}, _wrap_attention)])
+def test_attention_and_rotary_embedding_are_left_together_and_the_model_still_runs(name, options, change):
+    model, (ids, mask) = build(name, **options), padded(prompts((20, 9)))
+    if change:
+        change(model)
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits
+    report = exactify(model, strict=False)
+    left = {item.path for item in report.unsupported}
+    assert {"model.rotary_emb", "model.layers.0.self_attn", "model.layers.1.self_attn"} <= left and type(model.lm_head) is ExactLinear
+    with torch.no_grad():
+        got = model(ids, attention_mask=mask).logits
+    real = mask.bool()
+    assert float((got[real] - want[real]).norm() / want[real].norm()) < 2 * RELATIVE[FP32]
+
+
+def test_a_plain_model_can_take_the_attention_alone():
+    exactify(build("qwen2"))  # registers it
+    model, (ids, mask) = build("llama-tied"), padded(prompts((20, 9)))
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits[mask.bool()]
+        model.set_attn_implementation(ATTENTION_NAME)
+        got = model(ids, attention_mask=mask).logits[mask.bool()]
+    assert float((got - want).norm() / want.norm()) < 2 * RELATIVE[FP32] and not same(got, want)
 
 
 def test_integer_families_name_weights_that_they_cannot_hold():
