@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.exact import _integer_c
 from kernels.exact.ieee import assert_subnormals_kept
 from kernels.exact.slices import DTYPES, EX_NONFINITE, EX_ZERO, digits_ref, padded, quantise_ref, row_exponents_ref, slice_rows
 
@@ -31,7 +32,7 @@ __all__ = ["ENGINES", "IntegerWeight", "MAX_K", "PRODUCTS", "integer_accumulate"
            "integer_finish_ref", "linear_integer", "linear_integer_ref", "prepare_integer", "row_exponents", "row_exponents_ref"]  # fmt: skip
 
 PRODUCTS = ("b6", "b9")
-ENGINES = ("auto", "float64", "groups", "int64")
+ENGINES = ("auto", "c", "float64", "groups", "int64")
 MAX_K = (2**31 - 1) // (3 * 2**14)  # 43,690
 SCALE = {"b6": 30, "b9": 46}  # y = T 2^(ex_M + ex_N - SCALE)
 DECODE_TOKENS = 16  # up to here the decode kernel, above it the prefill kernel: a function of shape only
@@ -124,8 +125,8 @@ def check_tokens(x_MK: torch.Tensor, weight: IntegerWeight) -> None:
 def linear_integer_ref(x_MK: torch.Tensor, w_NK: torch.Tensor | IntegerWeight, *, products: str = "b6", engine: str = "auto") -> torch.Tensor:
     """Exact oracle on the CPU -> y_MN float32, for any strides and mixed dtypes; a prepared weight (its own `products` count) saves slicing.
 
-    engine: "float64" (= "auto": one matrix product per block, all partial sums below 2^53), "groups" (one float64 product per digit weight),
-    "int64" (integer matrix products; slow). All give the same bits for any number of threads.
+    engine: "c" (compiled integer sums), "float64" (one matrix product per block, all partial sums below 2^53), "auto" (c where a compiler is
+    at hand), "groups" (one float64 product per digit weight), "int64" (integer matrix products; slow). The same bits for any number of threads.
     """
     weight = w_NK if isinstance(w_NK, IntegerWeight) else prepare_integer(w_NK.detach().cpu(), products=products)
     x_MK = x_MK.detach().cpu()
@@ -139,10 +140,16 @@ def integer_accumulate_ref(x_MK: torch.Tensor, weight: IntegerWeight, ex_M: torc
         raise ValueError(f"engine is one of {ENGINES}; got {engine=}; leave it at auto")
     check_tokens(x_MK, weight)
     ex_M = _check_exponents(ex_M, row_exponents_ref(x_MK))
-    multiply = {"auto": _block_float64, "float64": _block_float64, "groups": _block_groups, "int64": _block_int64}[engine]
+    if engine == "auto":
+        engine = "c" if _integer_c.available() else "float64"
+    if engine == "c" and not _integer_c.available():
+        raise ValueError(f"engine c needs a C compiler named cc; got {engine=}; use engine='auto'")
+    multiply = {"c": _integer_c.totals, "float64": _block_float64, "groups": _block_groups, "int64": _block_int64}[engine]
     (m, k), n = x_MK.shape, weight.n
     total_MN = torch.zeros((m, n), dtype=torch.int64)
     step_m, step_n = max(64, _TOKEN_BYTES // (24 * max(k, 1))), max(16, _WEIGHT_BYTES // (24 * max(k, 1)))
+    if engine == "c" and weight.digits is not None:
+        step_n = max(n, 1)  # it reads the planes where they are
     for m0 in range(0, m, step_m) if k else ():
         rows = slice(m0, m0 + step_m)
         x_PMK = digits_ref(quantise_ref(x_MK[rows], ex_M[rows]))

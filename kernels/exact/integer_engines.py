@@ -5,7 +5,7 @@
     >>> y = engines()["cpu_float64"].run(torch.ones(2, 8), torch.ones(4, 8), "b6")       # y_MN float32
 
 Each engine slices on its own side, multiplies digit planes its own way and rounds; `device` says where it runs (x and w are moved there).
-- cpu_float64, cpu_groups, cpu_int64: the oracle's engines (CPU BLAS in float64, one or several products; integer products).
+- cpu_float64, cpu_groups, cpu_int64, cpu_c: the oracle's engines (CPU BLAS in float64, one or several products; integer products; compiled).
 - triton_prefill, triton_decode: this package's kernels (wgmma on sm_90, mma.sync before it).
 - cublas_int8: `torch._int_mm` per digit pair. fp64_tensor_cores: float64 matrix products per digit weight on the GPU, exact below 2^53.
 - dp4a: packed int32 dot products on the integer pipes, one thread per output, no tensor core.
@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact import _integer_c
 from kernels.exact.integer import IntegerWeight, groups_of, integer_finish, linear_integer, linear_integer_ref, prepare_integer
 from kernels.exact.integer_decode import IntegerDecodeSchedule
 from kernels.exact.integer_prefill import IntegerPrefillSchedule
@@ -39,7 +40,7 @@ class Engine:
 
 def engines() -> dict[str, Engine]:
     """Every engine by name; those of device "cuda" need an NVIDIA GPU."""
-    found = {f"cpu_{name}": Engine(device="cpu", run=_cpu(name)) for name in ("float64", "groups", "int64")}
+    found = {f"cpu_{name}": Engine(device="cpu", run=_cpu(name)) for name in ("float64", "groups", "int64", "c") if name != "c" or _integer_c.available()}
     found["triton_prefill"] = Engine(device="cuda", run=_kernel(IntegerPrefillSchedule(block_m=64, block_n=64)))
     found["triton_decode"] = Engine(device="cuda", run=_kernel(IntegerDecodeSchedule()))
     found["cublas_int8"] = Engine(device="cuda", run=_by_totals(_cublas_totals))

@@ -302,3 +302,18 @@ ACTIVATIONS = {
     "gelu_ref": "3ea90b1d39e82fff",
     "gelu_erf_ref": "c9323b79c00064a1",
 }
+
+
+def test_the_compiled_fma_has_the_bits_of_the_float64_one() -> None:
+    """All kinds of operands: any bit pattern (subnormals, infinities, NaN), near cancellation, broadcast and strided."""
+    from kernels.exact import _fma_c
+    from kernels.exact.ieee import fma_by_float64
+
+    if not _fma_c.available():
+        pytest.skip("needs a C compiler named cc")
+    bits = [torch.from_numpy(philox_integers(1 << 18, 60 + i).view("int32").copy()).view(torch.float32) for i in range(3)]
+    a, b = philox_bell((512, 512), 63), philox_bell((512, 512), 64)
+    cases = [bits, (a, b, -(a * b)), (a, b, (-(a * b)).nextafter(torch.zeros(())))]
+    cases += [(a[:, :1], b, torch.tensor(0.5)), (a.t(), b[0], a), (a * 2.0**-75, b * 2.0**-75, b * 2.0**-149)]
+    for x, y, z in cases:
+        assert digest(_fma_c.fma(x, y, z)) == digest(fma_by_float64(x, y, z))

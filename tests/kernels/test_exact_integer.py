@@ -338,7 +338,7 @@ def test_wrong_operands_are_refused_with_the_rule() -> None:
         (lambda: prepare_integer(torch.ones(4, 8, dtype=torch.float64)), "bf16, fp16 or fp32"),
         (lambda: prepare_integer(torch.ones(4)), "matrix"),
         (lambda: prepare_integer(torch.ones(4, 8), products="b7"), "b6 is the default"),
-        (lambda: linear_integer_ref(torch.ones(2, 8), weight, engine="c"), "engine is one of"),
+        (lambda: linear_integer_ref(torch.ones(2, 8), weight, engine="blas"), "engine is one of"),
     ):
         with pytest.raises(ValueError, match=text):
             call()
