@@ -31,10 +31,11 @@ class Rows:
     """Rows in the order in which they were added."""
 
     def __init__(self, folder: Path):
-        self.folder, self.made = folder, []
+        self.folder, self.made, self.count = folder, [], 0
 
     def add(self, measure: str, params: Mapping[str, Any], *, records: Mapping[str, Any] | None = None, arrays: Mapping[str, np.ndarray] | None = None, device: str = CPU, **fields: Any) -> Row:
-        folder = self.folder / f"{len(self.made):04d}"
+        self.count += 1
+        folder = self.folder / f"{self.count:04d}"
         folder.mkdir()
         for name, value in (records or {}).items():
             (folder / f"{name}.json").write_bytes(canonical_json(value))
