@@ -180,7 +180,8 @@ def _reasons(module: nn.Module, family: str, model: nn.Module) -> Iterator[str]:
     own = {name: part for name, part in module._parameters.items() if part is not None}
     if set(own) - (set() if role in (*_CONTAINERS, *_CHILDREN, "ModuleList", "RotaryEmbedding") else {"weight", "bias"}):
         yield f"unknown parameters {sorted(own)}"
-    if wrong := sorted(f"{name} {part.dtype} on {part.device}" for name, part in own.items() if part.dtype not in DTYPES or part.device.type not in ("cpu", "cuda")):
+    wrong = [f"{name} {part.dtype} on {part.device}" for name, part in own.items() if part.dtype not in DTYPES or part.device.type not in ("cpu", "cuda")]
+    if wrong:
         yield f"parameters are bf16, fp16 or fp32 on a CPU or a CUDA device, not {', '.join(wrong)}"
     elif role == "Linear":
         yield from _linear_reasons(module, family)
@@ -188,11 +189,9 @@ def _reasons(module: nn.Module, family: str, model: nn.Module) -> Iterator[str]:
         yield f"unknown children {sorted(extra)}"
     if role == "Embedding" and module.max_norm is not None:
         yield "max_norm rewrites weights as they are read"
-    yield from {"Attention": _attention_reasons, "MLP": _mlp_reasons, "RotaryEmbedding": _rotary_reasons, "ForCausalLM": _config_reasons}.get(role, _none)(module)
-
-
-def _none(module: nn.Module) -> Iterator[str]:
-    return iter(())
+    special = {"Attention": _attention_reasons, "MLP": _mlp_reasons, "RotaryEmbedding": _rotary_reasons, "ForCausalLM": _config_reasons}
+    if role in special:
+        yield from special[role](module)
 
 
 def _linear_reasons(module: nn.Linear, family: str) -> Iterator[str]:
@@ -300,7 +299,7 @@ def bounds_of_mask(*, attention_mask: torch.Tensor | None = None, mask_function:
     from transformers.masking_utils import causal_mask_function
 
     if mask_function not in (None, causal_mask_function):
-        raise ValueError(f"exact attention is causal over one sequence a row; got the mask function {mask_function}; do not pack sequences, pass no overlays")
+        raise ValueError(f"exact attention is causal over one sequence a row; got {mask_function=}; do not pack sequences, pass no overlays")
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2 or attention_mask.shape[1] != kv_length:

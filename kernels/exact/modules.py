@@ -8,7 +8,8 @@
 
 Legend: M tokens, N outputs, K inputs, B rows, T new tokens of a row, S keys of a row, H query heads, G key heads, D head_dim, P positions.
 On a CPU a module runs the oracle, on a GPU the kernel: the same bits. Each module computes in the order of its operator and rounds once, to
-its input's dtype. Inference only: gradients, autocast and torch.compile are refused. `exactify` puts these into a model.
+its input's dtype. Inference only: gradients and autocast are refused. torch.compile breaks its graph at each module and runs it as it is.
+A module serves one CUDA stream at a time, as a packed weight does. `exactify` puts these into a model.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ __all__ = ["DTYPES", "ExactAttention", "ExactLinear", "ExactMLP", "ExactRMSNorm"
 FAMILIES = {"fma": None, "integer": "b6", "integer-b9": "b9"}  # name -> digit products of the integer family
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
+_as_written = torch.compiler.disable(reason="a compiler that fuses or traces an exact operator changes its roundings")
+
 
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     """A parameter without gradient; the very object where it is one already, so that tied weights stay tied."""
@@ -45,8 +48,8 @@ def _check_input(module: nn.Module, x: torch.Tensor) -> None:
     name = type(module).__name__
     if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in module.parameters(recurse=False))):
         raise ValueError(f"{name} is for inference and has no gradient; got an input or a parameter with requires_grad; use torch.no_grad()")
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
-        raise ValueError(f"{name} fixes every rounding itself; got torch.compile or autocast around it; run it plainly")
+    if torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"{name} fixes every rounding itself; got autocast around it; leave it out")
     if x.dtype not in DTYPES or x.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} takes bf16, fp16 or fp32 on a CPU or a CUDA device; got {x.dtype=} {x.device=}; cast or move it")
 
@@ -77,6 +80,7 @@ class ExactLinear(nn.Module):
         self._packed, self._packed_from = None, None
         self._prepare()
 
+    @_as_written
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _check_input(self, x)
         handle = self._prepare()
@@ -148,6 +152,7 @@ class ExactRMSNorm(nn.Module):
         super().__init__()
         self.weight, self.variance_epsilon = _frozen(weight), eps
 
+    @_as_written
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _check_input(self, x)
         x_MK = x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -179,6 +184,7 @@ class ExactRotaryEmbedding(nn.Module):
         self._place(fn(torch.empty(0, device=self.cos_PD.device)).device)
         return self
 
+    @_as_written
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if position_ids.ndim != 2 or position_ids.shape[0] not in (1, x.shape[0]) or position_ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"position_ids is int [1, T] or [B, T]; got {tuple(position_ids.shape)=} {position_ids.dtype=} for B = {x.shape[0]}; reshape it")
@@ -236,6 +242,7 @@ class ExactAttention(nn.Module):
             self.add_module(name, projections[name])
         self.head_dim, self.layer_idx, self.attention_dropout, self.is_causal = head_dim, layer_idx, dropout, True
 
+    @_as_written
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, ...], attention_mask: torch.Tensor | None = None,
         cache: Any = None, past_key_values: Any = None, **_: Any,
@@ -280,6 +287,7 @@ class ExactMLP(nn.Module):
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
 
+    @_as_written
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _check_input(self, x)
         return self.down_proj((swiglu if x.is_cuda else swiglu_ref)(self.gate_proj(x), self.up_proj(x)))
