@@ -21,11 +21,16 @@ from suite.study import Study
 
 STALE_MARK = "†"  # set by a study beside single results
 
-def study_report(study: Study, view: View, judged: Sequence[Judged], plan_counts: Mapping[str, int], commit: str, soak: Mapping | None = None) -> blocks.Report:
+
+def study_report(
+    study: Study, view: View, judged: Sequence[Judged], plan_counts: Mapping[str, int], commit: str, soak: Mapping | None = None
+) -> blocks.Report:
     """The whole report of one study. `plan_counts` is Plan.counts() of the invocation at hand, `soak` the record of the long tests."""
     shown, names = study.exhibits(view), device_names(view.rows_)
     parts: list = [blocks.Prose(text=study.summary), key_facts(view, plan_counts, soak)]
-    leading = next((i for i, e in enumerate(shown) if not isinstance(e, exhibit.Matrix)), len(shown))  # the matrices that a study puts first stand above its claims
+    leading = next(
+        (i for i, e in enumerate(shown) if not isinstance(e, exhibit.Matrix)), len(shown)
+    )  # the matrices that a study puts first stand above its claims
     parts += [drawn for e in shown[:leading] for drawn in draw(e, commit, names)]
     parts += ledger(study, judged, commit, names)
     parts += [drawn for e in shown[leading:] for drawn in draw(e, commit, names)]
@@ -45,13 +50,19 @@ def key_facts(view: View, plan_counts: Mapping[str, int], soak: Mapping | None) 
     origins = Counter(r.origin for r in view.rows_)
     stale = sum(r.stale for r in view.rows_)
     planned = ", ".join(f"{n} {state.lower()}" for state, n in sorted(plan_counts.items()))
-    return blocks.KeyFacts(items=(
-        blocks.KeyFact(label="Cells planned here", value=str(sum(plan_counts.values())), detail=planned),
-        blocks.KeyFact(label="Results shown", value=str(len(view.rows_)), detail=", ".join([f"{n} {k}" for k, n in sorted(kinds.items())] + [f"{stale} STALE: with other code"] * bool(stale))),
-        blocks.KeyFact(label="Where from", value=", ".join(f"{n} {o}" for o, n in sorted(origins.items())) or "none"),
-        _soak_fact(soak),
-        *(blocks.KeyFact(label="Machine", value=clean(device), detail=f"{n} results") for device, n in sorted(machines.items())),
-    ))
+    return blocks.KeyFacts(
+        items=(
+            blocks.KeyFact(label="Cells planned here", value=str(sum(plan_counts.values())), detail=planned),
+            blocks.KeyFact(
+                label="Results shown",
+                value=str(len(view.rows_)),
+                detail=", ".join([f"{n} {k}" for k, n in sorted(kinds.items())] + [f"{stale} STALE: with other code"] * bool(stale)),
+            ),
+            blocks.KeyFact(label="Where from", value=", ".join(f"{n} {o}" for o, n in sorted(origins.items())) or "none"),
+            _soak_fact(soak),
+            *(blocks.KeyFact(label="Machine", value=clean(device), detail=f"{n} results") for device, n in sorted(machines.items())),
+        )
+    )
 
 
 def _soak_fact(soak: Mapping | None) -> blocks.KeyFact:
@@ -59,7 +70,11 @@ def _soak_fact(soak: Mapping | None) -> blocks.KeyFact:
     if soak is None:
         return blocks.KeyFact(label="Long tests", value="never recorded")
     outcomes = Counter(t["outcome"] for t in soak["tests"].values())
-    return blocks.KeyFact(label="Long tests", value=", ".join(f"{n} {o}" for o, n in sorted(outcomes.items())), detail=f"{soak['date']}, commit {short_digest(soak['commit'])}")
+    return blocks.KeyFact(
+        label="Long tests",
+        value=", ".join(f"{n} {o}" for o, n in sorted(outcomes.items())),
+        detail=f"{soak['date']}, commit {short_digest(soak['commit'])}",
+    )
 
 
 def ledger(study: Study, judged: Sequence[Judged], commit: str, names: Mapping[str, str]) -> list:
@@ -71,7 +86,12 @@ def ledger(study: Study, judged: Sequence[Judged], commit: str, names: Mapping[s
     drawable = [j for j in judged if j.value is not None and j.value > 0 and j.low is not None and j.low > 0 and j.bar]
     run_ids = tuple(dict.fromkeys(i for j in drawable for i in j.run_ids))
     if drawable and run_ids:
-        plot = figures.claims_plot(blocks.ClaimLedger(rows=tuple(claim_row(j, directions[j.id], names) for j in drawable)), caption="Claims against our bar: right of 1 is better" + _mark(sum(j.stale for j in drawable), len(drawable)), run_ids=run_ids, commit=commit)
+        plot = figures.claims_plot(
+            blocks.ClaimLedger(rows=tuple(claim_row(j, directions[j.id], names) for j in drawable)),
+            caption="Claims against our bar: right of 1 is better" + _mark(sum(j.stale for j in drawable), len(drawable)),
+            run_ids=run_ids,
+            commit=commit,
+        )
         out.append(plot)
     return out
 
@@ -79,9 +99,26 @@ def ledger(study: Study, judged: Sequence[Judged], commit: str, names: Mapping[s
 def claim_row(j: Judged, direction: str, names: Mapping[str, str]) -> blocks.ClaimRow:
     """A judged claim as the ledger prints it."""
     measured = j.value is not None
-    return blocks.ClaimRow(study=j.study, id=j.id, statement=j.statement, verdict=j.verdict, command=j.command or f"suite run {j.study}", target=j.target, bar=j.bar,
-                           bar_met=j.bar_met, value=j.value, low=j.low, high=j.high, unit=j.unit, n=j.n if measured else None, kind=j.kind if measured else "",
-                           machine=", ".join(names.get(m, m) for m in j.machine.split(", ")) if measured else "", commit=j.commit if measured else "", stale=j.stale, direction=direction)
+    return blocks.ClaimRow(
+        study=j.study,
+        id=j.id,
+        statement=j.statement,
+        verdict=j.verdict,
+        command=j.command or f"suite run {j.study}",
+        target=j.target,
+        bar=j.bar,
+        bar_met=j.bar_met,
+        value=j.value,
+        low=j.low,
+        high=j.high,
+        unit=j.unit,
+        n=j.n if measured else None,
+        kind=j.kind if measured else "",
+        machine=", ".join(names.get(m, m) for m in j.machine.split(", ")) if measured else "",
+        commit=j.commit if measured else "",
+        stale=j.stale,
+        direction=direction,
+    )
 
 
 # ---------------------------------------------------------------- exhibits
@@ -147,17 +184,33 @@ def _matrix(item: exhibit.Matrix, sources: Sequence[Row], commit: str, names: Ma
             runs.append([device, 1])
     marked = any(STALE_MARK in c.text for row in item.cells for c in row)
     note = " ".join(filter(None, (item.note, stale_note(sources, marked))))
-    return blocks.Matrix(caption=_caption(item.title, sources, names), row_labels=item.row_labels, column_labels=[schedule or device for device, _, schedule in groups],
-                         cells=[[blocks.MatrixCell(state=c.state, text=c.text, detail=c.detail) for c in row] for row in item.cells],
-                         column_kinds=[kind] * len(item.column_labels), column_groups=[blocks.Group(label=d, size=n) for d, n in runs],
-                         run_ids=_run_ids(sources), commit=_commits(sources, commit), note=note)
+    return blocks.Matrix(
+        caption=_caption(item.title, sources, names),
+        row_labels=item.row_labels,
+        column_labels=[schedule or device for device, _, schedule in groups],
+        cells=[[blocks.MatrixCell(state=c.state, text=c.text, detail=c.detail) for c in row] for row in item.cells],
+        column_kinds=[kind] * len(item.column_labels),
+        column_groups=[blocks.Group(label=d, size=n) for d, n in runs],
+        run_ids=_run_ids(sources),
+        commit=_commits(sources, commit),
+        note=note,
+    )
 
 
 def _curves(item: exhibit.Curves, sources: Sequence[Row], commit: str, names: Mapping[str, str]) -> blocks.Figure:
     source = figures.Source(run_ids=_run_ids(sources), commit=_commits(sources, commit), kind=kind_of(sources), machine=_machines(sources, names))
     series = [figures.Series(label=s.name, x=s.x, y=_y(s)) for s in item.series]
     alt = f"{item.y_label} over {item.x_label}: " + "; ".join(f"{s.name} from {s.y[0]:.3g} to {s.y[-1]:.3g}" for s in item.series)
-    return figures.line_curves(caption=_caption(item.title, sources, names), alt=alt, series=series, x_label=item.x_label, y_label=item.y_label, source=source, log_y=item.log_y, reference=item.reference)
+    return figures.line_curves(
+        caption=_caption(item.title, sources, names),
+        alt=alt,
+        series=series,
+        x_label=item.x_label,
+        y_label=item.y_label,
+        source=source,
+        log_y=item.log_y,
+        reference=item.reference,
+    )
 
 
 def _y(series: exhibit.Series) -> tuple:
@@ -172,7 +225,14 @@ def _table(item: exhibit.Table, sources: Sequence[Row], names: Mapping[str, str]
     columns = [blocks.Column(name=c.name, unit=c.unit or None, align="right" if n else "left") for c, n in zip(item.columns, numeric, strict=True)]
     marked = any(isinstance(value, str) and STALE_MARK in value for row in item.rows for value in row)
     note = " ".join(filter(None, (item.note, stale_note(sources, marked))))
-    return blocks.Table(caption=_caption(item.title, sources, names), columns=columns, rows=rows, kind=kind_of(sources) if sources or any(numeric) else "", machine=_machines(sources, names), note=note)
+    return blocks.Table(
+        caption=_caption(item.title, sources, names),
+        columns=columns,
+        rows=rows,
+        kind=kind_of(sources) if sources or any(numeric) else "",
+        machine=_machines(sources, names),
+        note=note,
+    )
 
 
 def _cell(value, names: Mapping[str, str]):
@@ -192,5 +252,8 @@ def provenance(study: Study, view: View) -> blocks.Provenance:
         packages.setdefault("torch", set()).add(str(e.get("torch", "?")))
         packages.setdefault("triton", set()).add(str(e.get("triton", "?")))
         packages.setdefault("Python", set()).add(str(e.get("python", "?")))
-    return blocks.Provenance(commands=(f"python -m suite run {study.name}", f"python -m suite report {study.name}"),
-                             packages=tuple((name, ", ".join(sorted(v))) for name, v in sorted(packages.items())), machines=tuple(sorted(machines.items())))
+    return blocks.Provenance(
+        commands=(f"python -m suite run {study.name}", f"python -m suite report {study.name}"),
+        packages=tuple((name, ", ".join(sorted(v))) for name, v in sorted(packages.items())),
+        machines=tuple(sorted(machines.items())),
+    )

@@ -1,6 +1,6 @@
 """The static audit: every kernel by target, PASS or FAIL, and whether what a GPU executed is what was audited.
 
-    audit(view)             # [Prose, Table] or one sentence where no target was audited
+audit(view)             # [Prose, Table] or one sentence where no target was audited
 """
 
 from __future__ import annotations
@@ -21,15 +21,30 @@ ORDERS = ("wrong", "not traced", "opcodes only", "proved")  # weakest first
 def audit(view: View) -> list:
     by_target = {r.params["target"]: r for r in view.rows(measure="audit")}
     if not by_target:
-        return [Prose(heading=TITLE, text="NOT MEASURED HERE: no kernel was audited; the preset golden compiles every kernel for every target, without a GPU."), *executed(view, {})]
+        return [
+            Prose(
+                heading=TITLE,
+                text="NOT MEASURED HERE: no kernel was audited; the preset golden compiles every kernel for every target, without a GPU.",
+            ),
+            *executed(view, {}),
+        ]
     targets = sorted(by_target, key=lambda t: (TARGETS.index(t) if t in TARGETS else len(TARGETS), t))
     cases = {t: {c["kernel"]: c for c in by_target[t].record("cases")} for t in targets}
     names = list(dict.fromkeys(name for t in targets for name in cases[t]))
     absent = [t for t in TARGETS if t not in by_target]
-    columns = [Column(name="kernel"), *(Column(name=t) for t in targets), Column(name="order"), Column(name="spills", unit="B"), Column(name="shared", unit="B")]
+    columns = [
+        Column(name="kernel"),
+        *(Column(name=t) for t in targets),
+        Column(name="order"),
+        Column(name="spills", unit="B"),
+        Column(name="shared", unit="B"),
+    ]
     rows = [_line(name, [cases[t].get(name) for t in targets]) for name in names]
-    note = ("PASS: the floating-point instructions are those of an allow-list (IEEE operations; nothing approximate, nothing that flushes subnormals, no tensor core but for integers), and the order of the sums is the stated "
-            "one where it is traced. Order: proved from the compiled code, or opcodes only. Spills and shared memory: the largest over targets.")
+    note = (
+        "PASS: the floating-point instructions are those of an allow-list (IEEE operations; nothing approximate, nothing that flushes "
+        "subnormals, no tensor core but for integers), and the order of the sums is the stated "
+        "one where it is traced. Order: proved from the compiled code, or opcodes only. Spills and shared memory: the largest over targets."
+    )
     note += f" Not compiled for {', '.join(absent)}: NOT MEASURED HERE." if absent else ""
     table = Table(title="Kernels by target", columns=columns, rows=rows, note=note, sources=list(by_target.values()))
     return [Prose(heading=TITLE, text=summary(cases)), *failures(cases), table, *executed(view, cases)]
@@ -41,12 +56,21 @@ def summary(cases: Mapping[str, Mapping[str, Any]]) -> str:
     failed = sum(not c["equal"] for c in built)
     proved = sum(c.get("order") == "proved" for c in built)
     spilled = sum(bool(c.get("spill_bytes")) for c in built)
-    return (f"{len(built)} compiled kernels for {', '.join(cases)}: {len(built) - failed} PASS, {failed} FAIL. The order of the sums was proved in {proved} of them; the other {len(built) - proved} were held to their opcodes. "
-            f"{spilled or 'None'} of them {'spills' if spilled == 1 else 'spill'} registers. This is what a compiler made of the code: executed are the architectures of the GPUs that the matrices name, and no other.")
+    return (
+        f"{len(built)} compiled kernels for {', '.join(cases)}: {len(built) - failed} PASS, {failed} FAIL. The order of the sums was proved "
+        f"in {proved} of them; the other {len(built) - proved} were held to their opcodes. "
+        f"{spilled or 'None'} of them {'spills' if spilled == 1 else 'spill'} registers. This is what a compiler made of the code: executed "
+        f"are the architectures of the GPUs that the matrices name, and no other."
+    )
 
 
 def failures(cases: Mapping[str, Mapping[str, Any]]) -> list:
-    wrong = [(name, target, "; ".join(c["problems"])[:200] or "no reason given") for target, by in cases.items() for name, c in by.items() if not c["equal"]]
+    wrong = [
+        (name, target, "; ".join(c["problems"])[:200] or "no reason given")
+        for target, by in cases.items()
+        for name, c in by.items()
+        if not c["equal"]
+    ]
     return [Table(title="Kernels that failed the audit", columns=[Column(name=n) for n in ("kernel", "target", "rule")], rows=wrong)] if wrong else []
 
 
@@ -80,12 +104,32 @@ def executed(view: View, cases: Mapping[str, Mapping[str, Any]]) -> list:
     for row in (r for r in view.rows(measure="verify") if r.params.get("device") == "cuda"):
         found = launched(row)
         used.append(row)
-        lines.append((row.device, len(found) if found else None, sum(b in listed for b in found) if found else None, sum(b[3] in audited for b in found) if found and audited else None))
+        lines.append(
+            (
+                row.device,
+                len(found) if found else None,
+                sum(b in listed for b in found) if found else None,
+                sum(b[3] in audited for b in found) if found and audited else None,
+            )
+        )
     if not lines:
-        return [Prose(heading="Audited = executed", text="NOT MEASURED HERE: no GPU has recorded which kernel binaries it executed; `python -m suite verify-determinism` on a GPU does.")]
+        return [
+            Prose(
+                heading="Audited = executed",
+                text="NOT MEASURED HERE: no GPU has recorded which kernel binaries it executed; `python -m suite verify-determinism` on a GPU does.",
+            )
+        ]
     columns = [Column(name=n) for n in ("device", "binaries executed", "in the checked-in manifest", "audited as the same bytes")]
-    return [Table(title="Audited = executed", columns=columns, rows=lines, sources=used,
-                  note="A binary is named by its sha256. Those that the catalogue of audited launches does not hold can be compiled again from the record and audited: python -m kernels.exact.audit --executed FILE.")]
+    return [
+        Table(
+            title="Audited = executed",
+            columns=columns,
+            rows=lines,
+            sources=used,
+            note="A binary is named by its sha256. Those that the catalogue of audited launches does not hold can be compiled again from the "
+            "record and audited: python -m kernels.exact.audit --executed FILE.",
+        )
+    ]
 
 
 def launched(row: Row) -> set[tuple[str, str, str, str]]:

@@ -26,9 +26,12 @@ TITLE = "Do the bits of a linear layer depend on the device, the batch or the sc
 MAX_COLUMNS = 10
 _FIELDS = ("rows", "chunk_rows", "threads")
 NOTE = (
-    "Operators are linear layers with real weights and activations, and ragged shapes; for fma also RMSNorm, SiLU and SwiGLU. An exact family is compared with its CPU oracle. "
-    "LayerCast, whose authors claim GPUs, and the batch-invariant GEMM, whose authors claim batch sizes on one GPU, are compared with their own result for 64 rows on that GPU. "
-    "Not claimed: the authors promise nothing there; the figure is what was measured, against the implementation's own result for 64 rows on this CPU, or on the same device where it was not run on this CPU. "
+    "Operators are linear layers with real weights and activations, and ragged shapes; for fma also RMSNorm, SiLU and SwiGLU. An exact "
+    "family is compared with its CPU oracle. "
+    "LayerCast, whose authors claim GPUs, and the batch-invariant GEMM, whose authors claim batch sizes on one GPU, are compared with their "
+    "own result for 64 rows on that GPU. "
+    "Not claimed: the authors promise nothing there; the figure is what was measured, against the implementation's own result for 64 rows on "
+    "this CPU, or on the same device where it was not run on this CPU. "
     "Figures: equal operators of those that have a reference here, and of all where some have none."
 )
 Belongs = Callable[[Row], bool]
@@ -38,7 +41,10 @@ def matrices(view: View) -> list:
     rows = view.rows(measure="operators")
     if not rows:
         return [Prose(heading=TITLE, text="NOT MEASURED HERE: no implementation was compared with the CPU oracle.")]
-    cpu = next((r.device for r in rows if r.params["device"] == "cpu" and r.origin == "here"), next((r.device for r in rows if r.params["device"] == "cpu"), ""))
+    cpu = next(
+        (r.device for r in rows if r.params["device"] == "cpu" and r.origin == "here"),
+        next((r.device for r in rows if r.params["device"] == "cpu"), ""),
+    )
     packs = packed([(device, columns(found)) for device, found in _cpus_first(rows)])
     return [_matrix(view, pack, cpu, f"{TITLE} ({i} of {len(packs)})" if len(packs) > 1 else TITLE) for i, pack in enumerate(packs, 1)]
 
@@ -53,7 +59,11 @@ def columns(rows: Sequence[Row]) -> list[tuple[str, Belongs]]:
     out: dict[str, Belongs] = {}
     for row in sorted((r for r in rows if not r.params["kernel"]), key=lambda r: [r.params[k] for k in ("chunk_rows", "threads", "rows")]):
         p = row.params
-        words = f"batch {p['rows']}" + (f" in pieces of {p['chunk_rows']}" if p["chunk_rows"] else "") + (f", {p['threads']} thread" if p["threads"] else "")
+        words = (
+            f"batch {p['rows']}"
+            + (f" in pieces of {p['chunk_rows']}" if p["chunk_rows"] else "")
+            + (f", {p['threads']} thread" if p["threads"] else "")
+        )
         out.setdefault(f"{row.device}, {words}", _same_schedule(row))
     own = [r for r in rows if r.params["kernel"]]
     if own:
@@ -89,7 +99,9 @@ def _matrix(view: View, shown: Sequence[tuple[str, Belongs]], cpu: str, title: s
             used += found
             line.append(cell(view, found, impl, cpu))
         cells.append(line)
-    return Matrix(title=title, row_labels=[TITLES[i] for i in CLAIMS], column_labels=[label for label, _ in shown], cells=cells, note=NOTE, sources=used)
+    return Matrix(
+        title=title, row_labels=[TITLES[i] for i in CLAIMS], column_labels=[label for label, _ in shown], cells=cells, note=NOTE, sources=used
+    )
 
 
 def cell(view: View, rows: Sequence[Row], impl: str, cpu: str) -> MatrixCell:
@@ -99,7 +111,13 @@ def cell(view: View, rows: Sequence[Row], impl: str, cpu: str) -> MatrixCell:
     digests = reference(view, impl, rows[0].device, cpu)
     equal, compared, absent = (sum(x) for x in zip(*(equal_operators(r, digests) for r in rows), strict=True))
     runs = f"in {len(rows)} runs, " if len(rows) > 1 else ""
-    found = counted(equal, compared, absent, next((r for r in rows if r.stale), rows[0]), f"{runs}at most {max(r.metrics['max_ulp'] for r in rows):.0f} ULP from the oracle")
+    found = counted(
+        equal,
+        compared,
+        absent,
+        next((r for r in rows if r.stale), rows[0]),
+        f"{runs}at most {max(r.metrics['max_ulp'] for r in rows):.0f} ULP from the oracle",
+    )
     claimed = rows[0].params["device"] in CLAIMS[impl]
     return found if claimed or found.state == "not_measured" else replace(found, state="not_claimed")
 
@@ -108,7 +126,9 @@ def reference(view: View, impl: str, device: str, cpu: str) -> dict[str, dict[st
     """operator -> {rows: digest} that the implementation is compared with on this device."""
     if impl in FAMILIES:
         return oracle_digests(view, impl)[1]
-    own = {r.device: r for r in reversed(view.rows(measure="operators", where={"impl": impl, "rows": 64, "chunk_rows": 0, "threads": 0, "kernel": {}}))}
+    own = {
+        r.device: r for r in reversed(view.rows(measure="operators", where={"impl": impl, "rows": 64, "chunk_rows": 0, "threads": 0, "kernel": {}}))
+    }
     chosen = own.get(device) if CLAIMS[impl] and device != cpu else own.get(cpu) or own.get(device)
     return {r["operator"]: r["digests"] for r in chosen.record("operators")} if chosen else {}
 
@@ -126,13 +146,21 @@ def differences(view: View) -> list:
     if not rows:
         return []
     names = ("implementation", "device", "schedules", "results", "equal", "differing elements", "elements", "max ULP")
-    return [Table(title="Against the exact CPU oracle, over all schedules", columns=[Column(name=n) for n in names], rows=rows, sources=view.rows(measure="operators"),
-                  note="Each exact family against its own oracle, the others against fma's. 16-bit results are compared after rounding the oracle to bf16; its ULP is 65,536 times larger than fp32's.")]
+    return [
+        Table(
+            title="Against the exact CPU oracle, over all schedules",
+            columns=[Column(name=n) for n in names],
+            rows=rows,
+            sources=view.rows(measure="operators"),
+            note="Each exact family against its own oracle, the others against fma's. 16-bit results are compared after rounding the oracle "
+            "to bf16; its ULP is 65,536 times larger than fp32's.",
+        )
+    ]
 
 
 def schedules(view: View) -> list:
     """The exact families under every schedule that their kernels have."""
-    found = [r for r in view.rows(measure="operators") if r.params["kernel"]]
+    found = [r for r in view.rows(measure="operators") if r.params["kernel"] and r.params["impl"] in CLAIMS]
     if not found:
         return []
     several, rows = len({r.device for r in found}) > 1, []

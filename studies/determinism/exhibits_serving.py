@@ -70,9 +70,23 @@ def _of(rows: Sequence[Row], title) -> list:
 
 def _times(rows: Sequence[Row], kind: str, unit: str, found: Sequence[tuple[int, int]], known: Sequence[str], title) -> Table:
     lines = [(b, t, *(middle(rows, ms(kind, b, t, v)) for v in known), processes([r for r in rows if phase(r, kind, b, t)])) for b, t in found]
-    note = "A step for the whole batch as one CUDA graph, at this many tokens in the cache." if kind == "decode" else "One prompt, launched call by call."
-    return Table(title=title(f"{TITLE}: {kind}"), columns=[Column(name="batch"), Column(name="context" if kind == "decode" else "prompt", unit="tokens"), *(Column(name=title_of(v), unit=unit) for v in known), Column(name="processes")],
-                 rows=lines, sources=rows, note=f"Medians over processes; random weights, so texts mean nothing. {note}")
+    note = (
+        "A step for the whole batch as one CUDA graph, at this many tokens in the cache."
+        if kind == "decode"
+        else "One prompt, launched call by call."
+    )
+    return Table(
+        title=title(f"{TITLE}: {kind}"),
+        columns=[
+            Column(name="batch"),
+            Column(name="context" if kind == "decode" else "prompt", unit="tokens"),
+            *(Column(name=title_of(v), unit=unit) for v in known),
+            Column(name="processes"),
+        ],
+        rows=lines,
+        sources=rows,
+        note=f"Medians over processes; random weights, so texts mean nothing. {note}",
+    )
 
 
 def _ratios(rows: Sequence[Row], kind: str, found: Sequence[tuple[int, int]], known: Sequence[str], title) -> Table:
@@ -83,8 +97,20 @@ def _ratios(rows: Sequence[Row], kind: str, found: Sequence[tuple[int, int]], kn
             ratios = [over_processes(rows, log_ratio(kind, b, t, base, family)) for base in BASELINES[:2]]
             cost = over_processes(rows, log_ratio(kind, b, t, family, "bf16"))
             lines.append((b, t, TITLES[family], *ratios, cost and tuple(100 * (x - 1) for x in cost)))
-    columns = [Column(name="batch"), Column(name="tokens"), Column(name="family"), *(Column(name=f"faster than {title_of(b)}", unit="x") for b in BASELINES[:2]), Column(name="cost over bf16 serving", unit="%")]
-    return Table(title=title(f"{TITLE}: {kind}, ratios"), columns=columns, rows=lines, sources=rows, note="95% intervals over process starts, Student-t. Cost: additional time over the same decoder in bf16 with a bf16 cache.")
+    columns = [
+        Column(name="batch"),
+        Column(name="tokens"),
+        Column(name="family"),
+        *(Column(name=f"faster than {title_of(b)}", unit="x") for b in BASELINES[:2]),
+        Column(name="cost over bf16 serving", unit="%"),
+    ]
+    return Table(
+        title=title(f"{TITLE}: {kind}, ratios"),
+        columns=columns,
+        rows=lines,
+        sources=rows,
+        note="95% intervals over process starts, Student-t. Cost: additional time over the same decoder in bf16 with a bf16 cache.",
+    )
 
 
 # ---- mixes ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +140,12 @@ def mixes(rows: Sequence[Row], known: Sequence[str], title) -> list:
     context = contexts[-1]
     lines = [(p, n, *(middle(rows, lambda r, p=p, n=n, v=v: _seconds(r, p, n, context, v)) for v in known),
               *(over_processes(rows, log_mix(p, n, context, "layercast", f)) for f in EXACT if f in known)) for p in prompts for n in MIXES]  # fmt: skip
-    columns = [Column(name="prompt", unit="tokens"), Column(name="output", unit="tokens"), *(Column(name=title_of(v), unit="s") for v in known), *(Column(name=f"LayerCast over {TITLES[f]}", unit="x") for f in EXACT if f in known)]
+    columns = [
+        Column(name="prompt", unit="tokens"),
+        Column(name="output", unit="tokens"),
+        *(Column(name=title_of(v), unit="s") for v in known),
+        *(Column(name=f"LayerCast over {TITLES[f]}", unit="x") for f in EXACT if f in known),
+    ]
     note = f"Derived: the measured prefill of the prompt plus the output's number of measured decode steps, batch 1, each at {context} tokens of context."
     table = Table(title=title(f"{TITLE}: mixes (derived)"), columns=columns, rows=lines, sources=rows, note=note)
     series = []
@@ -122,7 +153,23 @@ def mixes(rows: Sequence[Row], known: Sequence[str], title) -> list:
         for base, family in ((b, f) for b in BASELINES[:1] for f in EXACT if f in known):
             points = [(n, r) for n in OUTPUTS if (r := over_processes(rows, log_mix(p, n, context, base, family)))]
             if points:
-                series.append(Series(name=f"{TITLES[family]}, prompt {p}", x=[n for n, _ in points], y=[r[0] for _, r in points], low=[r[1] for _, r in points], high=[r[2] for _, r in points]))
-    curve = Curves(title=title(f"{TITLE}: speed-up over LayerCast by length of the output (derived)"), x_label="tokens written", y_label="time of LayerCast over ours", series=series[:7], log_x=True,
-                   reference=(1.0, "parity"), note=note, sources=rows)
+                series.append(
+                    Series(
+                        name=f"{TITLES[family]}, prompt {p}",
+                        x=[n for n, _ in points],
+                        y=[r[0] for _, r in points],
+                        low=[r[1] for _, r in points],
+                        high=[r[2] for _, r in points],
+                    )
+                )
+    curve = Curves(
+        title=title(f"{TITLE}: speed-up over LayerCast by length of the output (derived)"),
+        x_label="tokens written",
+        y_label="time of LayerCast over ours",
+        series=series[:7],
+        log_x=True,
+        reference=(1.0, "parity"),
+        note=note,
+        sources=rows,
+    )
     return [table, curve] if series else [table]

@@ -16,7 +16,14 @@ from studies.determinism.speed import DECODE_SHAPES
 from suite.claims import Row, View
 from suite.exhibit import Column, Curves, Prose, Series, Table
 
-FLOOR_BYTES = {"fma": 2, "integer": 2, "layercast": 10, "sgemm": 4, "bf16": 2, "bf16_padded": 2}  # a weight in decode; a test holds them to contests.BYTES
+FLOOR_BYTES = {
+    "fma": 2,
+    "integer": 2,
+    "layercast": 10,
+    "sgemm": 4,
+    "bf16": 2,
+    "bf16_padded": 2,
+}  # a weight in decode; a test holds them to contests.BYTES
 OTHERS = tuple(v for v in FLOOR_BYTES if v != "fma")
 DECODE_ROWS, PREFILL_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (512, 1024, 2048, 4096, 8192)
 EAGER = ("fma", "layercast", "sgemm", "bf16")
@@ -67,7 +74,9 @@ def floor_us(variant: str):
 def decode(view: View) -> list:
     devices = contests(view)
     out = [part for device, rows in devices for n, k in DECODE_SHAPES for part in _decode_shape(device, rows, n, k, devices)]
-    return out or [Prose(heading="Time of one linear layer", text="NOT MEASURED HERE: timing needs a GPU, and no published timing of this code is present.")]
+    return out or [
+        Prose(heading="Time of one linear layer", text="NOT MEASURED HERE: timing needs a GPU, and no published timing of this code is present.")
+    ]
 
 
 def _decode_shape(device: str, rows: Sequence[Row], n: int, k: int, devices: Sequence) -> list:
@@ -77,24 +86,50 @@ def _decode_shape(device: str, rows: Sequence[Row], n: int, k: int, devices: Seq
     used = [r for _, found in groups for r in found]
     known = [v for v in OTHERS if any(v in r.params["variants"] for r in used)]
     prefix = of_device(f"Decode, weights {n}x{k}", device, devices)
-    return [_times(f"{prefix}: time", groups, ("fma", *known), used), _ratios(f"{prefix}: time of the others over fma", groups, known, used),
-            *_ratio_curve(f"{prefix}: how much faster fma is, by batch", groups, known, used)]
+    return [
+        _times(f"{prefix}: time", groups, ("fma", *known), used),
+        _ratios(f"{prefix}: time of the others over fma", groups, known, used),
+        *_ratio_curve(f"{prefix}: how much faster fma is, by batch", groups, known, used),
+    ]
 
 
 def _times(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequence[Row]) -> Table:
     """Times by batch under their floors, and how near fma comes to its own."""
     lines = [("floor", *(middle(groups[0][1], floor_us(v)) for v in known), "1", "-")]
-    lines += [(str(m), *(middle(found, time_us(v)) for v in known), over_processes(found, lambda r: r.metrics.get("log_bandwidth_share")), str(processes(found))) for m, found in groups]
+    lines += [
+        (
+            str(m),
+            *(middle(found, time_us(v)) for v in known),
+            over_processes(found, lambda r: r.metrics.get("log_bandwidth_share")),
+            str(processes(found)),
+        )
+        for m, found in groups
+    ]
     more = ", ".join(f"{FLOOR_BYTES[v]} for {TITLES[v]}" for v in known if FLOOR_BYTES[v] != 2)
-    return Table(title=title, rows=lines, sources=used, columns=[Column(name="M"), *(Column(name=TITLES[v], unit="us") for v in known), Column(name="fma's share of copy bandwidth"), Column(name="processes")],
-                 note="Medians over processes; weights rotated past the L2, CUDA graphs. "
-                      f"Floor: 2 bytes a weight{f' ({more})' if more else ''} at the bandwidth of a copy in the same contest (M = {groups[0][0]}).")
+    return Table(
+        title=title,
+        rows=lines,
+        sources=used,
+        columns=[
+            Column(name="M"),
+            *(Column(name=TITLES[v], unit="us") for v in known),
+            Column(name="fma's share of copy bandwidth"),
+            Column(name="processes"),
+        ],
+        note="Medians over processes; weights rotated past the L2, CUDA graphs. "
+        f"Floor: 2 bytes a weight{f' ({more})' if more else ''} at the bandwidth of a copy in the same contest (M = {groups[0][0]}).",
+    )
 
 
 def _ratios(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequence[Row]) -> Table:
     lines = [(m, *(over_processes(found, log_ratio(v, "fma")) for v in known), processes(found)) for m, found in groups]
-    return Table(title=title, columns=[Column(name="M"), *(Column(name=TITLES[v], unit="x") for v in known), Column(name="processes")], rows=lines, sources=used,
-                 note="Above 1: fma is faster. 95% intervals over process starts, Student-t.")
+    return Table(
+        title=title,
+        columns=[Column(name="M"), *(Column(name=TITLES[v], unit="x") for v in known), Column(name="processes")],
+        rows=lines,
+        sources=used,
+        note="Above 1: fma is faster. 95% intervals over process starts, Student-t.",
+    )
 
 
 def _ratio_curve(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequence[Row]) -> list:
@@ -105,10 +140,24 @@ def _ratio_curve(title: str, groups: Sequence[Group], known: Sequence[str], used
                 lines.setdefault(v, []).append((m, ratio))
     if not lines:
         return []
-    series = [Series(name=TITLES[v], x=[m for m, _ in p], y=[r[0] for _, r in p], low=[r[1] for _, r in p], high=[r[2] for _, r in p]) for v, p in lines.items()]
+    series = [
+        Series(name=TITLES[v], x=[m for m, _ in p], y=[r[0] for _, r in p], low=[r[1] for _, r in p], high=[r[2] for _, r in p])
+        for v, p in lines.items()
+    ]
     floors = "; ".join(f"{TITLES[v]} {FLOOR_BYTES[v] / FLOOR_BYTES['fma']:g}" for v in known)
-    return [Curves(title=title, x_label="tokens M", y_label="time ratio to fma", series=series, log_x=True, log_y=True, reference=(1.0, "parity"), sources=used,
-                   note=f"Ratios of the floors, by bytes a weight: {floors}.")]
+    return [
+        Curves(
+            title=title,
+            x_label="tokens M",
+            y_label="time ratio to fma",
+            series=series,
+            log_x=True,
+            log_y=True,
+            reference=(1.0, "parity"),
+            sources=used,
+            note=f"Ratios of the floors, by bytes a weight: {floors}.",
+        )
+    ]
 
 
 def eager(view: View) -> list:
@@ -118,8 +167,16 @@ def eager(view: View) -> list:
         groups = [(f"{n}x{k}", found) for n, k in DECODE_SHAPES if (found := [r for r in of_shape(rows, 1, n, k) if "fma_eager_us" in r.metrics])]
         if groups:
             table = [(shape, *(middle(found, time_us(f"{v}_eager")) for v in EAGER), processes(found)) for shape, found in groups]
-            out.append(Table(title=of_device("Decode at M = 1 without CUDA graphs", device, devices), columns=[Column(name="shape NxK"), *(Column(name=TITLES[v], unit="us") for v in EAGER), Column(name="processes")],
-                             rows=table, sources=[r for _, found in groups for r in found], note="Medians over processes. One call on an idle device pays for its launch, so that a kernel of a few microseconds needs a graph."))
+            out.append(
+                Table(
+                    title=of_device("Decode at M = 1 without CUDA graphs", device, devices),
+                    columns=[Column(name="shape NxK"), *(Column(name=TITLES[v], unit="us") for v in EAGER), Column(name="processes")],
+                    rows=table,
+                    sources=[r for _, found in groups for r in found],
+                    note="Medians over processes. One call on an idle device pays for its launch, so that a kernel of a few microseconds "
+                    "needs a graph.",
+                )
+            )
     return out
 
 
@@ -130,11 +187,41 @@ def compiled(view: View) -> list:
         for m, n, k in sorted({(r.params["rows"], r.params["n"], r.params["k"]) for r in rows}):
             found = of_shape(rows, m, n, k)
             used += found
-            lines += [(TITLES[v], device, m, f"{n}x{k}", middle(found, time_us(v)), middle(found, time_us("fma")), "not read" if v == "bf16_compiled" else over_processes(found, log_ratio(v, "fma")), processes(found)) for v in COMPILED if any(v in r.params["variants"] for r in found)]
-    names = (Column(name="program"), Column(name="device"), Column(name="M"), Column(name="shape NxK"), Column(name="time", unit="us"), Column(name="fma", unit="us"), Column(name="time over fma", unit="x"), Column(name="processes"))
+            lines += [
+                (
+                    TITLES[v],
+                    device,
+                    m,
+                    f"{n}x{k}",
+                    middle(found, time_us(v)),
+                    middle(found, time_us("fma")),
+                    "not read" if v == "bf16_compiled" else over_processes(found, log_ratio(v, "fma")),
+                    processes(found),
+                )
+                for v in COMPILED
+                if any(v in r.params["variants"] for r in found)
+            ]
+    names = (
+        Column(name="program"),
+        Column(name="device"),
+        Column(name="M"),
+        Column(name="shape NxK"),
+        Column(name="time", unit="us"),
+        Column(name="fma", unit="us"),
+        Column(name="time over fma", unit="x"),
+        Column(name="processes"),
+    )
     if not lines:
         return [Prose(heading="Decode against compiled programs", text="NOT MEASURED HERE: LayerCast compiled by torch was not timed.")]
-    return [Table(title="Decode against compiled programs", columns=names, rows=lines, sources=used, note="torch.compile of \"upcast, then multiply\". It upcasts in registers, in an order of its own that no one promises.")]
+    return [
+        Table(
+            title="Decode against compiled programs",
+            columns=names,
+            rows=lines,
+            sources=used,
+            note='torch.compile of "upcast, then multiply". It upcasts in registers, in an order of its own that no one promises.',
+        )
+    ]
 
 
 # ---- prefill -------------------------------------------------------------------------------------------------------------------
@@ -149,9 +236,25 @@ def prefill(view: View) -> list:
             used += found
             lines += [_prefill_line(found, m, v) for v in PREFILL if any(v in r.params["variants"] for r in found)]
         if lines:
-            columns = (Column(name="M"), Column(name="implementation"), Column(name="time", unit="us"), Column(name="speed", unit="TFLOP/s"), Column(name="speed over SGEMM", unit="x"), Column(name="mean error"), Column(name="processes"))
-            out.append(Table(title=of_device("Prefill, 4096x4096 weights", device, devices), columns=columns, rows=lines, sources=used,
-                             note="TFLOP/s: 2MNK over the median time, the integer family's slicing of activations included. Mean error: |error| / (|x||w|) over a corner of the result, against float64."))
+            columns = (
+                Column(name="M"),
+                Column(name="implementation"),
+                Column(name="time", unit="us"),
+                Column(name="speed", unit="TFLOP/s"),
+                Column(name="speed over SGEMM", unit="x"),
+                Column(name="mean error"),
+                Column(name="processes"),
+            )
+            out.append(
+                Table(
+                    title=of_device("Prefill, 4096x4096 weights", device, devices),
+                    columns=columns,
+                    rows=lines,
+                    sources=used,
+                    note="TFLOP/s: 2MNK over the median time, the integer family's slicing of activations included. Mean error: |error| / "
+                    "(|x||w|) over a corner of the result, against float64.",
+                )
+            )
     return out or [Prose(heading="Prefill", text="NOT MEASURED HERE: no prefill was timed.")]
 
 
@@ -170,12 +273,38 @@ def bytes_moved(view: View) -> list:
     """What the profiler counted."""
     found = by_device(view.rows(measure="weight_bytes"))
     if not found:
-        return [Prose(heading="Bytes a weight, by the profiler", text="NOT MEASURED HERE: the profiler's counters were not read; they need a GPU and `ncu` with the right to read them.")]
+        return [
+            Prose(
+                heading="Bytes a weight, by the profiler",
+                text="NOT MEASURED HERE: the profiler's counters were not read; they need a GPU and `ncu` with the right to read them.",
+            )
+        ]
     lines, used = [], []
     for device, rows in found:
         used += rows
         for r in rows:
             shape = f"M={r.params['rows']}, {r.params['n']}x{r.params['k']}"
-            lines += [(TITLES[t["variant"]], device, shape, t["read"] / 1e6, t["written"] / 1e6, t["per_weight"], FLOOR_BYTES[t["variant"]], t["kernels"]) for t in r.record("traffic")]
-    columns = (Column(name="implementation"), Column(name="device"), Column(name="shape NxK"), Column(name="read", unit="MB"), Column(name="written", unit="MB"), Column(name="bytes a weight"), Column(name="floor"), Column(name="kernels"))
-    return [Table(title="Bytes a weight, by the profiler", columns=columns, rows=lines, sources=used, note="Memory traffic of one call, all its kernels, after other weights have passed through the L2.")]
+            lines += [
+                (TITLES[t["variant"]], device, shape, t["read"] / 1e6, t["written"] / 1e6, t["per_weight"], FLOOR_BYTES[t["variant"]], t["kernels"])
+                for t in r.record("traffic")
+                if t["variant"] in FLOOR_BYTES
+            ]
+    columns = (
+        Column(name="implementation"),
+        Column(name="device"),
+        Column(name="shape NxK"),
+        Column(name="read", unit="MB"),
+        Column(name="written", unit="MB"),
+        Column(name="bytes a weight"),
+        Column(name="floor"),
+        Column(name="kernels"),
+    )
+    return [
+        Table(
+            title="Bytes a weight, by the profiler",
+            columns=columns,
+            rows=lines,
+            sources=used,
+            note="Memory traffic of one call, all its kernels, after other weights have passed through the L2.",
+        )
+    ]

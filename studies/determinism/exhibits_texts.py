@@ -1,7 +1,7 @@
 """Whole results: texts with all their logits, a training step, and the attempts to break the bits.
 
-    texts(view)             # [Matrix]: family by (device, schedule), equal prompts of all
-    evidence(view)          # [Table]: few SMs, other architectures' code, other engines, the training step
+texts(view)             # [Matrix]: family by (device, schedule), equal prompts of all
+evidence(view)          # [Table]: few SMs, other architectures' code, other engines, the training step
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 
 from studies.determinism.bits import equal_texts, equal_training, text_digests
 from studies.determinism.exhibits_matrix import packed
-from studies.determinism.shown import MISSING, STALE, TITLES, by_device, counted
+from studies.determinism.shown import MISSING, STALE, TITLES, by_device, counted, known
 from suite.claims import Row, View
 from suite.exhibit import Column, Matrix, Prose, Table
 
 TITLE = "Do whole texts have the same bits?"
 NOTE = (
-    "SmolLM2-135M-Instruct with its real weights writes a text for each prompt; a prompt is equal where its tokens and every logit of every step have the bits of the CPU's plain run. "
+    "SmolLM2-135M-Instruct with its real weights writes a text for each prompt; a prompt is equal where its tokens and every logit of every "
+    "step have the bits of the CPU's plain run. "
     "The CPU's plain batches are the reference and equal themselves."
 )
 _FIELDS = ("prompts", "new_tokens", "batch", "chunk", "pad_to", "cache", "graph", "sampled", "ranks")
@@ -24,7 +25,7 @@ Belongs = Callable[[Row], bool]
 
 
 def texts(view: View) -> list:
-    rows = view.rows(measure="generation")
+    rows = known(view.rows(measure="generation"), "family")
     if not rows:
         return [Prose(heading=TITLE, text="NOT MEASURED HERE: no text of the whole model was made; the presets cpu, golden and gpu make them.")]
     devices = sorted(by_device(rows), key=lambda item: (item[1][0].params["device"] != "cpu", item[1][0].origin != "here", item[0]))
@@ -41,7 +42,12 @@ def _columns(rows: Sequence[Row]) -> list[tuple[str, Belongs]]:
     out = []
     for wanted, row in schedules.items():
         more = f", {row.params['prompts']} prompts" if labels.count(words(row)) > 1 else ""
-        out.append((f"{row.device}, {words(row)}{more}", lambda r, wanted=wanted, device=row.device: r.device == device and tuple(r.params[k] for k in _FIELDS) == wanted))
+        out.append(
+            (
+                f"{row.device}, {words(row)}{more}",
+                lambda r, wanted=wanted, device=row.device: r.device == device and tuple(r.params[k] for k in _FIELDS) == wanted,
+            )
+        )
     return out
 
 
@@ -52,8 +58,15 @@ def _varied(row: Row) -> bool:
 def words(row: Row) -> str:
     """A schedule as a column's label."""
     p = row.params
-    found = [f"batch {p['batch']}", "sampled" * p["sampled"], f"chunks of {p['chunk']}" * bool(p["chunk"]), f"padded to {p['pad_to']}" * bool(p["pad_to"]), "no cache" * (not p["cache"]),
-             "CUDA graph" * p["graph"], f"{p['ranks']} GPUs" * (p["ranks"] > 1)]
+    found = [
+        f"batch {p['batch']}",
+        "sampled" * p["sampled"],
+        f"chunks of {p['chunk']}" * bool(p["chunk"]),
+        f"padded to {p['pad_to']}" * bool(p["pad_to"]),
+        "no cache" * (not p["cache"]),
+        "CUDA graph" * p["graph"],
+        f"{p['ranks']} GPUs" * (p["ranks"] > 1),
+    ]
     return " ".join(w for w in found if w)
 
 
@@ -70,7 +83,9 @@ def _matrix(view: View, rows: Sequence[Row], families: Sequence[str], shown: Seq
             used += [r for r in (row, *sources) if r not in used]
             line.append(counted(*equal_texts(row, digests), row))
         cells.append(line)
-    return Matrix(title=title, row_labels=[TITLES[f] for f in families], column_labels=[label for label, _ in shown], cells=cells, note=NOTE, sources=used)
+    return Matrix(
+        title=title, row_labels=[TITLES[f] for f in families], column_labels=[label for label, _ in shown], cells=cells, note=NOTE, sources=used
+    )
 
 
 # ---- attempts to break the bits ------------------------------------------------------------------------------------------------
@@ -95,16 +110,30 @@ def evidence(view: View) -> list:
             lines.append((question.format(", ".join(absent)), "no run", "-", against, MISSING))
     training = view.rows(measure="training")
     lines += _training(training)
-    return [Table(title="Attempts to break the bits", columns=[Column(name=n) for n in ("attempt", "device", "equal of all", "equal to", "result")], rows=lines, sources=[*used, *training],
-                  note="A green context leaves a kernel that many SMs; sm_80 and sm_89 code is PTX of other architectures, compiled by the driver for the GPU at hand. The training step compares the loss, every gradient, "
-                       "parameter and moment after each step.")]
+    return [
+        Table(
+            title="Attempts to break the bits",
+            columns=[Column(name=n) for n in ("attempt", "device", "equal of all", "equal to", "result")],
+            rows=lines,
+            sources=[*used, *training],
+            note="A green context leaves a kernel that many SMs; sm_80 and sm_89 code is PTX of other architectures, compiled by the driver "
+            "for the GPU at hand. The training step compares the loss, every gradient, "
+            "parameter and moment after each step.",
+        )
+    ]
 
 
 def _attempt(row: Row, question: str, against: str) -> tuple:
     cases = row.record("cases")
     equal, failed = sum(bool(c["equal"]) for c in cases), sum(bool(c.get("error")) for c in cases)
     result = ("all equal" if equal == len(cases) else f"{len(cases) - equal} differ") if cases else MISSING
-    return question, row.device, f"{equal}/{len(cases)}", against, result + (f", {failed} of them did not run" if failed else "") + (f" {STALE}" if row.stale else "")
+    return (
+        question,
+        row.device,
+        f"{equal}/{len(cases)}",
+        against,
+        result + (f", {failed} of them did not run" if failed else "") + (f" {STALE}" if row.stale else ""),
+    )
 
 
 def _training(rows: Sequence[Row]) -> list[tuple]:
@@ -112,6 +141,12 @@ def _training(rows: Sequence[Row]) -> list[tuple]:
     cpu, lines = [r for r in rows if r.params["device"] == "cpu"], []
     for device, found in by_device([r for r in rows if r.params["device"] == "cuda"]):
         equal, compared, absent = equal_training([*cpu, *found])
-        result = f"{MISSING}: no CPU run" if not compared else "all equal" if equal == compared and not absent else f"{compared - equal} differ, {absent} without a reference"
+        result = (
+            f"{MISSING}: no CPU run"
+            if not compared
+            else "all equal"
+            if equal == compared and not absent
+            else f"{compared - equal} differ, {absent} without a reference"
+        )
         lines.append(("training step", device, f"{equal}/{compared + absent}" if compared else "-", "the CPU's training step", result))
     return lines or [("training step on a GPU", "no run", "-", "the CPU's training step", f"{MISSING}{'; the CPU side was run' if cpu else ''}")]

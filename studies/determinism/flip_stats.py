@@ -34,7 +34,9 @@ def first_flips(a_PT: np.ndarray, b_PT: np.ndarray, ends_a_P: np.ndarray, ends_b
     `ends` counts tokens with the end token, so two texts that agree up to the earlier end agree in it too.
     """
     if a_PT.shape != b_PT.shape or ends_a_P.shape != ends_b_P.shape or a_PT.shape[:1] != ends_a_P.shape:
-        raise ValueError(f"two runs have the same prompts and steps, got {a_PT.shape=} {b_PT.shape=} {ends_a_P.shape=} {ends_b_P.shape=}; compare runs of one preset")
+        raise ValueError(
+            f"two runs have the same prompts and steps, got {a_PT.shape=} {b_PT.shape=} {ends_a_P.shape=} {ends_b_P.shape=}; compare runs of one preset"
+        )
     differ_PT = (a_PT != b_PT) & (np.arange(a_PT.shape[1]) < np.minimum(ends_a_P, ends_b_P)[:, None])
     return np.where(differ_PT.any(1), differ_PT.argmax(1), -1)
 
@@ -46,9 +48,13 @@ def compared(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Pair:
     gaps = a["gap"][at, flips_P[at]]
     written_PT = np.arange(a["gap"].shape[1]) < a["ends"][:, None]
     return Pair(
-        prompts=len(flips_P), diverged=len(at), median_div_index=_quantile(flips_P[at], 0.5), median_gap_at_flip=_quantile(gaps, 0.5),
-        gap_at_flip_90=_quantile(gaps, 0.9), median_gap=_quantile(a["gap"][written_PT], 0.5),
-    )  # fmt: skip
+        prompts=len(flips_P),
+        diverged=len(at),
+        median_div_index=_quantile(flips_P[at], 0.5),
+        median_gap_at_flip=_quantile(gaps, 0.5),
+        gap_at_flip_90=_quantile(gaps, 0.9),
+        median_gap=_quantile(a["gap"][written_PT], 0.5),
+    )
 
 
 def compared_steps(tokens_BPT: Sequence[np.ndarray], ends_BP: Sequence[np.ndarray]) -> np.ndarray:

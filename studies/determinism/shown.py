@@ -1,7 +1,7 @@
 """Rows as the exhibits need them: one device model at a time, one value a process, and a mark where other code measured.
 
-    for device, rows in by_device(view.rows(measure="linear")): ...     # GPU models are never pooled
-    over_processes(rows, lambda r: r.metrics.get("log_ratio_sgemm"))    # (ratio, low, high) or None
+for device, rows in by_device(view.rows(measure="linear")): ...     # GPU models are never pooled
+over_processes(rows, lambda r: r.metrics.get("log_ratio_sgemm"))    # (ratio, low, high) or None
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from suite.stats import ratio_interval
 STALE = "†"  # beside a result that was measured with other code than today's; the report explains it
 MISSING = "NOT MEASURED HERE"
 TITLES = {
-    "fma": "fma (ours)", "integer": "integer b6 (ours)", "integer-b9": "integer b9 (ours)", "layercast": "LayerCast", "layercast_compiled": "LayerCast, compiled",
+    "fma": "fma (ours)", "integer": "integer b6 (ours)", "integer-b9": "integer b9 (ours)", "layercast": "LayerCast",
+    "layercast-stored": "LayerCast, stored in fp32", "layercast_compiled": "LayerCast, compiled",
     "sgemm": "fp32 SGEMM", "tf32": "TF32 GEMM", "bf16": "bf16 GEMM", "bf16_padded": "bf16, padded to 16", "bf16_compiled": "bf16, compiled",
     "bf16-serving": "bf16 serving", "batch-invariant": "batch-invariant bf16", "copy": "copy",
 }  # fmt: skip
@@ -28,6 +29,11 @@ Ratio = tuple[float, float, float]
 def by_device(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
     """(device model, its rows), in the order of their names."""
     return [(device, [r for r in rows if r.device == device]) for device in sorted({r.device for r in rows})]
+
+
+def known(rows: Sequence[Row], parameter: str) -> list[Row]:
+    """Rows of implementations that this code has a name for: a bundle of other code may hold others."""
+    return [r for r in rows if r.params.get(parameter) in TITLES]
 
 
 def of_device(title: str, device: str, devices: Sequence) -> str:

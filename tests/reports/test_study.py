@@ -28,8 +28,33 @@ class Measured:
 
 
 def row(name: str, *, stale: bool = False, device: str = GPU, origin: str = "published") -> Row:
-    return Row(study="s", point=name, key="k", bundle_id=name, run_id=f"run-{name}", label=name, measure="m:x", params={}, seed=0, replicate=0, metrics={}, facts={}, kind="measured", status="OK", device=device, machine="m",
-               environment={"cpu_model": FIRST}, commit="c", dirty=False, code="d", origin=origin, started_at="2026-01-01T00:00:00+00:00", path=Path("."), files={}, stale=stale)
+    return Row(
+        study="s",
+        point=name,
+        key="k",
+        bundle_id=name,
+        run_id=f"run-{name}",
+        label=name,
+        measure="m:x",
+        params={},
+        seed=0,
+        replicate=0,
+        metrics={},
+        facts={},
+        kind="measured",
+        status="OK",
+        device=device,
+        machine="m",
+        environment={"cpu_model": FIRST},
+        commit="c",
+        dirty=False,
+        code="d",
+        origin=origin,
+        started_at="2026-01-01T00:00:00+00:00",
+        path=Path("."),
+        files={},
+        stale=stale,
+    )
 
 
 # ---- names of devices ----------------------------------------------------------------------------------------------------------
@@ -39,7 +64,9 @@ def test_the_cpu_that_measured_here_is_this_cpu_and_others_have_their_family():
     assert device_names([Measured(FIRST).here(), Measured(SECOND), Measured(GPU)]) == {FIRST: "this CPU", SECOND: "Intel Xeon", GPU: GPU}
 
 
-@pytest.mark.parametrize("rows, kind", [([Measured(FIRST), Measured(SECOND)], "Intel Xeon"), ([Measured(FIRST).here(), Measured(SECOND).here()], "this CPU")])
+@pytest.mark.parametrize(
+    "rows, kind", [([Measured(FIRST), Measured(SECOND)], "Intel Xeon"), ([Measured(FIRST).here(), Measured(SECOND).here()], "this CPU")]
+)
 def test_two_cpus_of_one_family_are_told_apart_by_what_differs(rows, kind):
     assert device_names(rows) == {FIRST: f"{kind} (model 207 stepping 2)", SECOND: f"{kind} (model 143 stepping 8)"}
 
@@ -75,7 +102,9 @@ def report():
             exhibit.Matrix(title="later", row_labels=["a"], column_labels=[f"{GPU}, batch 1"], cells=[[cell]], sources=rows),
         ]
         claim = Claim(id="c", statement="s", target=1.0, bar=1.0, test=lambda view: Finding(value=2.0, low=1.5, high=2.5, n=9, rows=rows))
-        study = Study(name="s", title="t", summary="u", presets={"smoke": lambda: None}, cells=lambda c: [], claims=(claim,), exhibits=lambda view: shown)
+        study = Study(
+            name="s", title="t", summary="u", presets={"smoke": lambda: None}, cells=lambda c: [], claims=(claim,), exhibits=lambda view: shown
+        )
         view = View(study="s", rows_=rows, planned={})
         return study_report(study, view, judge_all(study, view), {}, "c0ffee")
 
@@ -89,7 +118,9 @@ def found(report: blocks.Report, kind: type) -> list:
 def test_every_exhibit_over_a_stale_row_is_marked_and_says_how_many(report):
     made = report(1)
     matrix, table, (plot, curve) = found(made, blocks.Matrix)[0], found(made, blocks.Table)[0], found(made, blocks.Figure)
-    assert [b.caption for b in (matrix, table, curve)] == ["M (STALE in part)", "T (STALE in part)", "C (STALE in part)"] and plot.caption.endswith("(STALE)")
+    assert [b.caption for b in (matrix, table, curve)] == ["M (STALE in part)", "T (STALE in part)", "C (STALE in part)"] and plot.caption.endswith(
+        "(STALE)"
+    )
     sentence = "STALE: 1 of the 3 results behind it were measured with other code than today's"
     assert matrix.note == f"first. {sentence}, those of the cells marked †." and table.note == f"{sentence}."
     assert any(b.text == f"{sentence}." for b in found(made, blocks.Prose))
@@ -102,12 +133,18 @@ def test_where_all_rows_are_stale_the_caption_says_so(report):
 
 def test_rows_of_todays_code_carry_no_mark(report):
     made = report(0)
-    assert stale_note([row("a")]) == "" and not any("STALE" in b.caption for kind in (blocks.Matrix, blocks.Table, blocks.Figure) for b in found(made, kind))
+    assert stale_note([row("a")]) == "" and not any(
+        "STALE" in b.caption for kind in (blocks.Matrix, blocks.Table, blocks.Figure) for b in found(made, kind)
+    )
     assert not any("STALE" in item.detail for item in found(made, blocks.KeyFacts)[0].items)
 
 
 def test_the_matrices_that_a_study_puts_first_stand_above_its_claims_and_later_ones_in_their_place(report):
-    order = [type(b).__name__ if not isinstance(b, blocks.Matrix) else b.caption for b in report(0).blocks if isinstance(b, (blocks.Matrix, blocks.ClaimLedger, blocks.Table))]
+    order = [
+        type(b).__name__ if not isinstance(b, blocks.Matrix) else b.caption
+        for b in report(0).blocks
+        if isinstance(b, (blocks.Matrix, blocks.ClaimLedger, blocks.Table))
+    ]
     assert order == ["M", "ClaimLedger", "Table", "later"]
 
 

@@ -57,7 +57,13 @@ def test_an_operator_without_a_reference_is_missing_not_unequal(rows, manifest):
     exact(rows)
     row = rows.made.pop()
     records = row.record("operators")
-    rows.add("cells:operators", row.params, records={"operators": [records[0], {**records[1], "operator": "layers.29.mlp.down_proj"}]}, device=H200, label=LABELS[1])
+    rows.add(
+        "cells:operators",
+        row.params,
+        records={"operators": [records[0], {**records[1], "operator": "layers.29.mlp.down_proj"}]},
+        device=H200,
+        label=LABELS[1],
+    )
     j = judged(rows)
     assert (j.verdict, j.value, j.n) == ("UNDECIDED", 1.0, 3)
 
@@ -94,7 +100,14 @@ def test_presets_that_capture_different_layers_ask_different_questions():
     assert not ours & theirs
 
 
-@pytest.mark.parametrize("measure, params, claim", [("stress", {"sms": 8}, "schedule_stress"), ("foreign", {"architecture": 80}, "foreign_code"), ("engines", {"products": "b6"}, "engine_independence")])
+@pytest.mark.parametrize(
+    "measure, params, claim",
+    [
+        ("stress", {"sms": 8}, "schedule_stress"),
+        ("foreign", {"architecture": 80}, "foreign_code"),
+        ("engines", {"products": "b6"}, "engine_independence"),
+    ],
+)
 def test_one_case_that_differs_on_the_gpu_breaks_its_claim(rows, measure, params, claim):
     rows.counted(measure, params)
     assert (judged(rows, claim).verdict, judged(rows, claim).n) == ("REPRODUCED", 4)

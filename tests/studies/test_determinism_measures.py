@@ -1,0 +1,196 @@
+"""What the measure functions of the determinism study leave, on small stand-ins: whole texts, flips, labels, evidence, the 7B summary."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.exact.linear import linear_fma_ref
+from studies.determinism import end_to_end, evidence, flips, whole_model
+from studies.determinism.golden_manifest import Manifest, read
+from studies.models.config import LlamaConfig
+from studies.models.synthetic import philox_weights
+from suite.measure import Context
+
+# ---------------------------------------------------------------- whole texts and flips on a small model
+
+TINY = LlamaConfig(layers=1, hidden=32, intermediate=48, heads=2, kv_heads=1, vocabulary=128, context_tokens=256, rope_base=10000.0, rms_eps=1e-5)
+
+
+class Characters:
+    """A tokenizer that needs no file: one token a character, and an end that texts rarely meet."""
+
+    def encode(self, text: str) -> list[int]:
+        return [127] if text == "<|im_end|>" else [ord(c) % 127 for c in text.strip()]
+
+
+class Texts:
+    texts = ("a cat", "seven green bottles", "b", "what is it", "no")
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The measure functions over a model of 1 layer with made-up weights, and prompts of a few letters."""
+    weights = philox_weights(TINY, seed=3)
+    for module in (whole_model, flips):
+        monkeypatch.setattr(module, "load_smollm2", lambda: weights)
+        monkeypatch.setattr(module, "load_tokenizer", Characters)
+        monkeypatch.setattr(module, "chat_text", str)
+        monkeypatch.setattr(module, "asset_prompts", lambda count, source: type("Some", (), {"texts": Texts.texts[:count]}))
+    monkeypatch.setattr(flips, "load", lambda name: (("fine", 1), ("dull", 0), ("long and good", 1)))
+
+
+def written(**schedule) -> list[dict]:
+    params = {
+        "family": "fma",
+        "device": "cpu",
+        "prompts": 5,
+        "new_tokens": 4,
+        "batch": 1,
+        "chunk": 0,
+        "pad_to": 0,
+        "cache": True,
+        "graph": False,
+        "sampled": False,
+        "ranks": 1,
+        **schedule,
+    }
+    return whole_model.generation(Context(device="cpu"), **params).records["texts"]
+
+
+@pytest.mark.parametrize("family", ["fma", "integer"])
+def test_whole_texts_have_one_digest_a_prompt_under_every_schedule(tiny, family):
+    plain = written(family=family)
+    assert [t["prompt"] for t in plain] == [0, 1, 2, 3, 4] and all(len(t["tokens"]) == 4 for t in plain) and len({t["digest"] for t in plain}) == 5
+    for schedule in ({"batch": 5}, {"batch": 2, "chunk": 3}, {"batch": 3, "pad_to": 32}, {"batch": 2, "cache": False}):
+        assert written(family=family, **schedule) == plain
+
+
+def test_sampled_texts_are_other_texts_and_their_batch_does_not_matter(tiny):
+    sampled = written(sampled=True)
+    assert sampled == written(sampled=True, batch=4) and [t["tokens"] for t in sampled] != [t["tokens"] for t in written()]
+
+
+def test_one_changed_weight_changes_every_digest(tiny, monkeypatch):
+    before, weights = written(), philox_weights(TINY, seed=3)
+    weights.tensors["embed_tokens.weight"].view(torch.int16)[0, 0] += 1  # one unit in the last place, in the logit of token 0 at every step
+    monkeypatch.setattr(whole_model, "load_smollm2", lambda: weights)
+    assert all(a["digest"] != b["digest"] for a, b in zip(before, written(), strict=True))
+
+
+def test_the_flip_study_keeps_tokens_gaps_and_probabilities_that_no_batch_changes_in_an_exact_family(tiny):
+    one, all_ = (flips.texts(Context(device="cpu"), impl="fma", batch=batch, prompts=5, new_tokens=4).arrays for batch in (1, 5))
+    assert one["tokens"].shape == one["gap"].shape == one["top1"].shape == (5, 4) and one["tokens"].dtype == np.int32
+    assert np.array_equal(one["tokens"], all_["tokens"]) and (one["gap"] >= 0).all() and ((one["top1"] > 0) & (one["top1"] <= 1)).all()
+    assert [list(t) for t in one["tokens"]] == [t["tokens"] for t in written()]
+
+
+def test_a_text_ends_at_its_end_token(tiny, monkeypatch):
+    met = written()[0]["tokens"][1]
+    monkeypatch.setattr(Characters, "encode", lambda self, text: [met] if text == "<|im_end|>" else [ord(c) % 127 for c in text.strip()])
+    found = flips.texts(Context(device="cpu"), impl="fma", batch=2, prompts=1, new_tokens=4).arrays
+    assert found["ends"].tolist() == [found["tokens"][0].tolist().index(met) + 1]
+
+
+def test_labels_are_the_sign_of_a_margin_and_an_exact_familys_do_not_move(tiny):
+    one, all_ = (flips.labels(Context(device="cpu"), impl="integer", batch=batch, sentences=3) for batch in (1, 3))
+    assert np.array_equal(one.arrays["margin"], all_.arrays["margin"]) and one.arrays["margin"].shape == (3,)
+    assert one.metrics["accuracy"] == pytest.approx(np.mean((one.arrays["margin"] > 0) == np.array([True, False, True])))
+
+
+# ---------------------------------------------------------------- evidence
+
+
+def test_cases_that_differ_are_counted():
+    result = evidence.counted([{"equal": True}, {"equal": False}, {"equal": True}], target="sm_80")
+    assert result.metrics == {"cases": 3.0, "equal_cases": 2.0} and result.facts == {"target": "sm_80"}
+
+
+def few_questions() -> Manifest:
+    """Two cheap operators of the golden manifest."""
+    manifest = read()
+    names = list(dict.fromkeys(q.operator for q in manifest.questions))
+    cheap = [n for n in ("exp", "silu", "rope") if n in names]
+    return Manifest(versions=manifest.versions, made_with=manifest.made_with, questions=tuple(q for q in manifest.questions if q.operator in cheap))
+
+
+def test_stress_asks_every_question_and_a_wrong_answer_shows(monkeypatch):
+    asked = few_questions()
+    monkeypatch.setattr(evidence, "few_sms", lambda count, device: nullcontext())
+    monkeypatch.setattr(evidence, "read", lambda: asked)
+    good = evidence.stress(Context(device="cpu"), sms=8)
+    assert good.metrics["cases"] == good.metrics["equal_cases"] == len(asked.questions) >= 3
+    first = replace(asked.questions[0], output_digest="0" * 64)
+    monkeypatch.setattr(evidence, "read", lambda: replace(asked, questions=(first, *asked.questions[1:])))
+    assert evidence.stress(Context(device="cpu"), sms=8).metrics["equal_cases"] == len(asked.questions) - 1
+
+
+def test_engines_compare_every_engine_with_the_first_and_find_the_wrong_one(monkeypatch):
+    from kernels.exact import integer_engines
+    from kernels.exact.integer import linear_integer_ref
+
+    made = lambda function: type("Engine", (), {"device": "cpu", "run": staticmethod(function)})  # noqa: E731
+    right, wrong = (lambda x, w, products: linear_integer_ref(x, w, products=products)), (lambda x, w, products: linear_fma_ref(x, w))
+    monkeypatch.setattr(evidence, "ENGINE_SHAPES", ((4, 16, 64),))
+    monkeypatch.setattr(integer_engines, "engines", lambda: {"a": made(right), "b": made(right), "c": made(wrong)})
+    result = evidence.engines(Context(device="cpu"), products="b6")
+    assert {r["engine"] for r in result.records["cases"] if not r["equal"]} == {"c"} and result.metrics["cases"] == 6.0
+
+
+def test_a_training_cell_leaves_a_digest_of_every_tensor_and_a_later_step_has_others():
+    result = evidence.training(Context(device="cpu"), device="cpu", steps=1)
+    digests = result.records["digests"]
+    assert (
+        len(digests) > 50
+        and any("loss" in name for name in digests)
+        and all(len(d) == 64 for d in digests.values())
+        and result.metrics["cases"] == len(digests)
+    )
+
+
+def test_the_audit_cell_marks_a_broken_rule_and_what_was_not_built(monkeypatch):
+    from kernels.exact.audit import catalogue, check
+
+    specimens = [
+        type("Specimen", (), {"name": name, "targets": targets})
+        for name, targets in (("good", ("sm_80",)), ("bad", ("sm_80",)), ("elsewhere", ("sm_90",)))
+    ]
+    monkeypatch.setattr(catalogue, "catalogue", lambda: specimens)
+    monkeypatch.setattr(
+        check,
+        "audit",
+        lambda s, target: check.AuditResult(
+            name=s.name, target=target, problems=["rule"] * (s.name == "bad"), facts={"order": "proved", "sha256": "a" * 64}
+        ),
+    )
+    result = evidence.audit(Context(device="cpu"), target="sm_80")
+    assert [(r["kernel"], r["equal"], "skipped" in r) for r in result.records["cases"]] == [
+        ("good", True, False),
+        ("bad", False, False),
+        ("elsewhere", True, True),
+    ]
+    assert result.records["cases"][1]["problems"] == ["rule"] and result.records["cases"][0]["order"] == "proved"
+
+
+# ---------------------------------------------------------------- the 7B-shaped decoder's numbers
+
+
+def phase(kind: str, tokens: int, **logs: float) -> dict:
+    return {"phase": kind, "batch": 1, "tokens": tokens, "log_ratio": logs}
+
+
+def test_the_summary_takes_the_worst_phase_against_the_better_family():
+    phases = [
+        phase("decode", 1024, integer=0.1, layercast=1.6, bf16=-0.1),
+        phase("decode", 1024, integer=-0.2, layercast=1.3, bf16=-0.3),
+        phase("prefill", 512, integer=-1.0, layercast=0.1),
+        phase("prefill", 2048, integer=-1.0, layercast=0.0),
+    ]
+    found = end_to_end.summary(phases)
+    assert found == {"decode_log_layercast": pytest.approx(1.5), "decode_log_bf16": pytest.approx(-0.1), "prefill_log_layercast": pytest.approx(1.0)}
+
+
+def test_the_summary_leaves_out_what_was_not_timed():
+    assert end_to_end.summary([phase("decode", 1024, layercast=1.0)]) == {"decode_log_layercast": 1.0}
