@@ -9,7 +9,7 @@ where their authors speak of GPUs alone, else on the CPU at hand, or on the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from studies.determinism.bits import FAMILIES, equal_operators, oracle_digests
@@ -35,6 +35,7 @@ NOTE = (
     "Figures: equal operators of those that have a reference here, and of all where some have none."
 )
 Belongs = Callable[[Row], bool]
+Digests = Mapping[str, Mapping[str, str]]
 
 
 def matrices(view: View) -> list:
@@ -96,41 +97,35 @@ def _matrix(view: View, shown: Sequence[tuple[str, Belongs]], cpu: str, title: s
         line = []
         for _, belongs in shown:
             found = [r for r in rows if r.params["impl"] == impl and belongs(r)]
-            used += found
-            line.append(cell(view, found, impl, cpu))
+            source, digests = reference(view, impl, found[0].device, cpu) if found else (None, {})
+            used += [r for r in (source, *found) if r is not None and r not in used]
+            line.append(cell(found, impl, source, digests))
         cells.append(line)
     return Matrix(
         title=title, row_labels=[TITLES[i] for i in CLAIMS], column_labels=[label for label, _ in shown], cells=cells, note=NOTE, sources=used
     )
 
 
-def cell(view: View, rows: Sequence[Row], impl: str, cpu: str) -> MatrixCell:
-    """One implementation on one column's rows (several for kernel schedules)."""
+def cell(rows: Sequence[Row], impl: str, source: Row | None, digests: Digests) -> MatrixCell:
+    """One implementation on one column's rows (several for kernel schedules), against `digests` of the row `source`."""
     if not rows:
         return counted(0, 0, 0, None)
-    digests = reference(view, impl, rows[0].device, cpu)
     equal, compared, absent = (sum(x) for x in zip(*(equal_operators(r, digests) for r in rows), strict=True))
     runs = f"in {len(rows)} runs, " if len(rows) > 1 else ""
-    found = counted(
-        equal,
-        compared,
-        absent,
-        next((r for r in rows if r.stale), rows[0]),
-        f"{runs}at most {max(r.metrics['max_ulp'] for r in rows):.0f} ULP from the oracle",
-    )
+    oldest = next((r for r in (*rows, source) if r is not None and r.stale), rows[0])
+    found = counted(equal, compared, absent, oldest, f"{runs}at most {max(r.metrics['max_ulp'] for r in rows):.0f} ULP from the oracle")
     claimed = rows[0].params["device"] in CLAIMS[impl]
     return found if claimed or found.state == "not_measured" else replace(found, state="not_claimed")
 
 
-def reference(view: View, impl: str, device: str, cpu: str) -> dict[str, dict[str, str]]:
-    """operator -> {rows: digest} that the implementation is compared with on this device."""
+def reference(view: View, impl: str, device: str, cpu: str) -> tuple[Row | None, Digests]:
+    """The row that the implementation is compared with on this device, and its operator -> {rows: digest}."""
     if impl in FAMILIES:
-        return oracle_digests(view, impl)[1]
-    own = {
-        r.device: r for r in reversed(view.rows(measure="operators", where={"impl": impl, "rows": 64, "chunk_rows": 0, "threads": 0, "kernel": {}}))
-    }
+        return oracle_digests(view, impl)
+    plain = {"impl": impl, "rows": 64, "chunk_rows": 0, "threads": 0, "kernel": {}}
+    own = {r.device: r for r in reversed(view.rows(measure="operators", where=plain))}
     chosen = own.get(device) if CLAIMS[impl] and device != cpu else own.get(cpu) or own.get(device)
-    return {r["operator"]: r["digests"] for r in chosen.record("operators")} if chosen else {}
+    return chosen, {r["operator"]: r["digests"] for r in chosen.record("operators")} if chosen else {}
 
 
 # ---- the tables under it -------------------------------------------------------------------------------------------------------

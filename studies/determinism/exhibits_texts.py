@@ -127,13 +127,9 @@ def _attempt(row: Row, question: str, against: str) -> tuple:
     cases = row.record("cases")
     equal, failed = sum(bool(c["equal"]) for c in cases), sum(bool(c.get("error")) for c in cases)
     result = ("all equal" if equal == len(cases) else f"{len(cases) - equal} differ") if cases else MISSING
-    return (
-        question,
-        row.device,
-        f"{equal}/{len(cases)}",
-        against,
-        result + (f", {failed} of them did not run" if failed else "") + (f" {STALE}" if row.stale else ""),
-    )
+    result += f", {failed} of them did not run" if failed else ""
+    result += f"; {len(row.record('loaded'))} kernels loaded as that code" if "loaded.json" in row.files else ""
+    return question, row.device, f"{equal}/{len(cases)}", against, result + (f" {STALE}" if row.stale else "")
 
 
 def _training(rows: Sequence[Row]) -> list[tuple]:

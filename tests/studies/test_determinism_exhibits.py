@@ -50,7 +50,7 @@ def test_a_view_with_every_question_shows_every_part_and_is_drawn(rows):
     assert not [e for e in shown if isinstance(e, Prose) and "NOT MEASURED HERE" in e.text]
     assert sum(isinstance(e, Matrix) for e in shown) == 3 and sum(isinstance(e, Curves) for e in shown) == 4
     used = {r.run_id for e in shown if not isinstance(e, Prose) for r in e.sources}
-    unseen = [r for r in view.rows_ if r.run_id not in used and not r.measure.endswith(":oracle")]
+    unseen = [r for r in view.rows_ if r.run_id not in used]
     assert not unseen, "every row stands behind an exhibit"
     page = html.render(study_report(STUDY, view, judge_all(STUDY, view), {}, "0" * 12))
     assert "this CPU" in page and "STALE" not in page
@@ -137,6 +137,12 @@ def test_operators_without_a_reference_are_counted_apart_and_never_as_equal(rows
     assert (cell.state, cell.text) == ("equal", "1/1 of 2") and "1 without a reference" in cell.detail
 
 
+def test_a_cell_is_marked_where_its_reference_was_made_with_other_code(rows):
+    oracle, ours = rows.oracle("fma"), rows.operators("fma", H200)
+    matrix, = matrices(rows.view([replace(oracle, stale=True), ours]))
+    assert matrix.cells[0][0].text == f"2/2{STALE}" and [r.run_id for r in matrix.sources] == [oracle.run_id, ours.run_id]
+
+
 def test_kernel_schedules_share_one_column_in_which_one_wrong_run_shows(rows):
     rows.oracle("fma")
     rows.operators("fma", H200, kernel={"kind": "decode", "rows": 1}), rows.operators("fma", H200, kernel={"kind": "decode", "rows": 2}, wrong=1)
@@ -195,6 +201,15 @@ def test_attempts_count_equal_cases_and_say_what_was_not_run(rows):
     assert lines["golden questions by sm_80 code"][3] == "1 differ, 1 of them did not run"
     assert lines["training step"] == (H200, "1/2", "the CPU's training step", "1 differ, 0 without a reference")
     assert lines["golden questions on 16, 32, 64, 96, 128 SMs"][3] == lines["integer b6, b9 by every engine"][3] == "NOT MEASURED HERE"
+
+
+def test_foreign_code_says_how_many_kernels_were_loaded_as_such(rows):
+    row = rows.counted("foreign", {"architecture": 89})
+    loaded = [{"kernel": f"k{i}", "target": "sm_89", "ptx_sha256": "a" * 64} for i in range(3)]
+    rows.made.remove(row)
+    rows.add("evidence:foreign", row.params, records={"cases": row.record("cases"), "loaded": loaded}, device=H200)
+    result = {r[0]: r[4] for r in exhibits_texts.evidence(rows.view())[0].rows}["golden questions by sm_89 code"]
+    assert result == "all equal; 3 kernels loaded as that code"
 
 
 def test_a_training_step_without_the_cpus_is_not_measured(rows):
