@@ -61,7 +61,7 @@ def test_every_exhibit_of_stale_rows_is_marked(rows):
     from reports.study import study_report
 
     view = rows.everything()
-    view = replace(view, rows_=tuple(replace(r, stale=r.measure.endswith((":operators", ":generation", ":stress"))) for r in view.rows_))
+    view = replace(view, rows_=tuple(replace(r, stale=r.measure.endswith((":oracle", ":operators", ":generation", ":stress"))) for r in view.rows_))
     linear, texts = (next(e for e in exhibits(view) if isinstance(e, Matrix) and e.title == t) for t in (exhibits_matrix.TITLE, exhibits_texts.TITLE))
     assert all(c.text.endswith(STALE) for m in (linear, texts) for line in m.cells for c in line if c.text)
     assert [STALE in r for r in column(tables(exhibits(view))["Attempts to break the bits"], "result")][:2] == [True, False]
