@@ -60,7 +60,8 @@ class ClaimRow:
     """One claim: what it says, what was asked of it, what was read, and how to read it again.
 
     `target` is the paper's number (or ours), `bar` our own aim; both may be a number, a text or None. `direction` says
-    whether `higher` or `lower` is better. `bar_met` is None where the bar was not judged.
+    whether `higher` or `lower` is better. `bar_met` is None where the bar was not judged. `note` says what was read, and what decided
+    the verdict where the interval did not.
     """
 
     study: str
@@ -82,6 +83,7 @@ class ClaimRow:
     stale: bool = False
     others: tuple[OtherReading, ...] = ()
     direction: str = "higher"
+    note: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "others", tuple(self.others))

@@ -56,7 +56,7 @@ def claim_table(ledger: ClaimLedger) -> dict:
 
 def _claim(row: ClaimRow, name_study: bool) -> list[dict]:
     claim = [[span(f"{row.study} " if name_study else ""), span(row.id, "code")], [span(row.statement)], [span(row.command, "muted-code")]]
-    claim += [[span(_other(other, row.unit), "muted")] for other in row.others]
+    claim += [[span(row.note, "muted")]] * bool(clean(row.note).strip()) + [[span(_other(other, row.unit), "muted")] for other in row.others]
     if row.value is None:
         reading = _cell([span(missing("not measured here" if row.verdict == "NOT MEASURED HERE" else "no reading yet"), "muted")])
     elif row.low is None:

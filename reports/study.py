@@ -118,6 +118,7 @@ def claim_row(j: Judged, direction: str, names: Mapping[str, str]) -> blocks.Cla
         commit=j.commit if measured else "",
         stale=j.stale,
         direction=direction,
+        note=j.note,
     )
 
 

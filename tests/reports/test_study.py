@@ -101,7 +101,7 @@ def report():
             exhibit.Curves(title="C", x_label="x", y_label="y", series=[exhibit.Series(name="s", x=[1, 2], y=[1.0, 2.0])], sources=rows),
             exhibit.Matrix(title="later", row_labels=["a"], column_labels=[f"{GPU}, batch 1"], cells=[[cell]], sources=rows),
         ]
-        claim = Claim(id="c", statement="s", target=1.0, bar=1.0, test=lambda view: Finding(value=2.0, low=1.5, high=2.5, n=9, rows=rows))
+        claim = Claim(id="c", statement="s", target=1.0, bar=1.0, test=lambda view: Finding(value=2.0, low=1.5, high=2.5, n=9, rows=rows, note="read at M=1"))
         study = Study(
             name="s", title="t", summary="u", presets={"smoke": lambda: None}, cells=lambda c: [], claims=(claim,), exhibits=lambda view: shown
         )
@@ -146,6 +146,15 @@ def test_the_matrices_that_a_study_puts_first_stand_above_its_claims_and_later_o
         if isinstance(b, (blocks.Matrix, blocks.ClaimLedger, blocks.Table))
     ]
     assert order == ["M", "ClaimLedger", "Table", "later"]
+
+
+def test_the_ledger_says_what_was_read_and_what_decided(report):
+    from reports._tables import claim_table
+
+    row, = found(report(0), blocks.ClaimLedger)[0].rows
+    assert row.note.startswith("read at M=1") and "its test gives neither interval_at nor p_value" in row.note and row.verdict == "UNDECIDED"
+    lines = [one["t"] for line in claim_table(blocks.ClaimLedger(rows=(row,)))["rows"][0][1]["lines"] for one in line]
+    assert row.note in lines
 
 
 def test_a_gap_in_a_table_is_not_measured_here(report):
