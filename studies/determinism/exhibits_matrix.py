@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from studies.determinism.bits import FAMILIES, equal_operators, oracle_digests
-from studies.determinism.shown import TITLES, by_device, counted
+from studies.determinism.shown import STALE, TITLES, by_device, counted
 from suite.claims import Row, View
 from suite.exhibit import Column, Matrix, MatrixCell, Prose, Table
 
@@ -32,7 +32,8 @@ NOTE = (
     "own result for 64 rows on that GPU. "
     "Not claimed: the authors promise nothing there; the figure is what was measured, against the implementation's own result for 64 rows on "
     "this CPU, or on the same device where it was not run on this CPU. "
-    "Figures: equal operators of those that have a reference here, and of all where some have none."
+    "Figures: equal operators of those that have a reference here, and of all where some have none. "
+    "Reference: what the implementation's other cells are compared with."
 )
 Belongs = Callable[[Row], bool]
 Digests = Mapping[str, Mapping[str, str]]
@@ -114,6 +115,8 @@ def cell(rows: Sequence[Row], impl: str, source: Row | None, digests: Digests) -
     runs = f"in {len(rows)} runs, " if len(rows) > 1 else ""
     oldest = next((r for r in (*rows, source) if r is not None and r.stale), rows[0])
     found = counted(equal, compared, absent, oldest, f"{runs}at most {max(r.metrics['max_ulp'] for r in rows):.0f} ULP from the oracle")
+    if list(rows) == [source]:
+        found = replace(found, text="reference" + STALE * source.stale)
     claimed = rows[0].params["device"] in CLAIMS[impl]
     return found if claimed or found.state == "not_measured" else replace(found, state="not_claimed")
 

@@ -104,6 +104,7 @@ def test_layercast_is_judged_on_a_gpu_against_its_own_bits_there_and_not_claimed
     rows.operators("layercast", H200, 8, wrong=2)
     (matrix,) = matrices(rows.view())
     assert states(matrix, "LayerCast") == ["not_claimed", "not_claimed", "equal", "partial", "equal"]  # batches 1, 64; then 1, 8, 64
+    assert [c.text for c in matrix.cells[matrix.row_labels.index("LayerCast")]] == ["2/2", "reference", "2/2", "1/2", "reference"]
 
 
 @pytest.mark.parametrize(
