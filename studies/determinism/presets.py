@@ -57,11 +57,11 @@ class Flips:
 class Serving:
     """The 7B-shaped decoder: decode at batches, prefill of prompts, all variants in one process."""
 
-    batches: tuple[int, ...] = (1, 2, 4, 8)
+    batches: tuple[int, ...] = (1, 8)
     context: int = 1024
-    prompts: tuple[int, ...] = (512, 2048)
+    prompts: tuple[int, ...] = (2048,)
     variants: tuple[str, ...] = ("fma", "integer", "layercast", "sgemm", "bf16")
-    rounds: int = 6
+    rounds: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,7 @@ GPU_TEXTS = (
     {"batch": 64, "cache": False}, {"batch": 64, "sampled": True, "graph": True}, {"batch": 7, "sampled": True},
 )  # fmt: skip
 DECODE = ("fma", "integer", "layercast", "sgemm", "bf16", "bf16_padded", "copy")
+COMPILED = ("fma", "layercast_compiled", "bf16_compiled")
 PREFILL = ("fma", "integer", "integer-b9", "layercast", "sgemm", "bf16")
 
 
@@ -133,12 +134,13 @@ def gpu() -> Config:
     decode = tuple(Contest(rows=m, n=n, k=k, variants=DECODE, eager=m == 1) for n, k in shapes for m in (1, 2, 4, 8, 16, 64))
     prefill = tuple(Contest(rows=m, n=4096, k=4096, variants=PREFILL, rounds=5, launches=2) for m in (512, 4096))
     every, some = (1, 8, 64), (8, 64)
+    compiled = (Contest(rows=1, n=14336, k=4096, variants=COMPILED),)
     flips = Flips(texts={"bf16": every, "sgemm": every, "layercast": every, "fma": every, "tf32": some, "batch-invariant": some, "integer": some},
                   labels={impl: (4, 16, 64) for impl in ("bf16", "sgemm", "layercast", "fma")})
     return Config(
         cpu_schedules=CPU_SCHEDULES[:1], gpu_rows=(1, 2, 4, 8, 16, 64), gpu_kernels=True, texts=tuple(Texts(family=f, prompts=50, schedules=GPU_TEXTS) for f in EXACT),
         text_device="cuda", training=("cuda",), stress_sms=(8, 16, 32, 64, 96, 128), foreign=(80, 89), engines=("b6", "b9"), flips=flips, traffic=True,
-        contests=decode + prefill, serving=Serving(), verify=("cuda",),
+        contests=decode + prefill + compiled, serving=Serving(), verify=("cuda",),
     )  # fmt: skip
 
 

@@ -88,14 +88,14 @@ def _flips(f: Flips) -> list[Cell]:
 
 
 def _traffic() -> Cell:
-    params = {"rows": 1, "n": 14336, "k": 4096, "variants": ["fma", "integer", "layercast", "sgemm", "bf16"]}
+    params = {"rows": 1, "n": 14336, "k": 4096, "variants": ["fma", "integer", "layercast"]}
     return Cell(study=STUDY, measure=f"{HERE}.traffic:weight_bytes", params=params, label="bytes by the profiler M=1 14336x4096",
                 needs=Needs(device="cuda", exclusive=True, gpu_memory_gib=16, programs=("ncu",)))
 
 
 def contest(c: Contest, replicate: int) -> Cell:
     params = {"rows": c.rows, "n": c.n, "k": c.k, "variants": list(c.variants), "rounds": c.rounds, "launches": c.launches, "warmup_s": c.warmup_s, "eager": c.eager}
-    return Cell(study=STUDY, measure=f"{HERE}.contests:linear", params=params, replicate=replicate, label=f"time M={c.rows} {c.n}x{c.k} #{replicate}",
+    return Cell(study=STUDY, measure=f"{HERE}.contests:linear", params=params, replicate=replicate, label=f"time{' compiled' if 'layercast_compiled' in c.variants else ''} M={c.rows} {c.n}x{c.k} #{replicate}",
                 needs=Needs(device="cuda", exclusive=True, gpu_memory_gib=16))
 
 

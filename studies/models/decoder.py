@@ -172,6 +172,18 @@ class Decoder:
         return self._logits_BV
 
     @torch.no_grad()
+    def pretend(self, tokens: int, generator: torch.Generator) -> None:
+        """Every row has read `tokens` tokens: normal numbers in the cache, random tokens next. For timing steps without a prefill."""
+        for cache in self._caches:
+            for part in vars(cache).values():
+                if isinstance(part, torch.Tensor):
+                    part.normal_(generator=generator)
+        self.rows, self.lengths = self.batch, [tokens] * self.batch
+        self.ids_B.random_(self.model.config.vocabulary, generator=generator)
+        self._start_B.fill_(tokens)
+        self._count_B.fill_(1)
+
+    @torch.no_grad()
     def repeat_step(self) -> None:
         """The step of the last token that fits, with the state left as it was: the same work each time, for timing. Can be captured."""
         kept_B = self.ids_B.clone()

@@ -105,8 +105,9 @@ def _reduce_integer(x_MK: torch.Tensor, weight: IntegerWeight, parallel: Paralle
 # ---- baselines -----------------------------------------------------------------------------------------------------------------
 
 
-def _keep(w_NK: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    return w_NK.to(dtype)
+def _keep(w_NK: torch.Tensor, *, dtype: torch.dtype | None) -> torch.Tensor:
+    """In `dtype`; None: as it is."""
+    return w_NK if dtype is None else w_NK.to(dtype)
 
 
 def _layercast(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -120,11 +121,11 @@ def _invariant(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     return linear_invariant(x_MK, w_NK)
 
 
-def _baseline(*, linear: Callable[..., torch.Tensor] = F.linear, stored: torch.dtype = torch.bfloat16, **fields: Any) -> Family:
+def _baseline(*, linear: Callable[..., torch.Tensor] = F.linear, stored: torch.dtype | None = torch.bfloat16, **fields: Any) -> Family:
     """A family whose handle is the matrix and whose sum over ranks is the library's."""
     return Family(
         exact=False, prepare=partial(_keep, dtype=stored), linear=linear,
-        prepare_columns=lambda w_NK, parallel: parallel.columns(w_NK).to(stored),
+        prepare_columns=lambda w_NK, parallel: _keep(parallel.columns(w_NK), dtype=stored),
         reduce_columns=lambda x_MK, w_NK, parallel: parallel.sum(linear(x_MK, w_NK)), **fields,
     )  # fmt: skip
 
@@ -163,7 +164,7 @@ FAMILIES: dict[str, Family] = {
         _baseline(name="batch-invariant", title="batch-invariant bf16", activations=torch.bfloat16, linear=_invariant, needs_gpu=True),
         _wide(name="sgemm", title="fp32 SGEMM", stored=torch.float32),
         _wide(name="tf32", title="TF32 GEMM", stored=torch.float32, precision="tf32"),
-        _wide(name="layercast", title="LayerCast", linear=_layercast),
+        _wide(name="layercast", title="LayerCast", linear=_layercast, stored=None),
         _wide(name="layercast-stored", title="LayerCast, stored in fp32", stored=torch.float32),
     )
 }

@@ -66,7 +66,7 @@ def ptx_problems(ptx: str, family: str) -> list[str]:
     """What the PTX must not contain; empty where all is well."""
     found = float_opcodes(ptx)
     problems = [f"{rule}; got {op} x{count} in PTX" for op, count in found.items() if (rule := _ptx_rule(op, family))]
-    return problems if found or family == "integer" else ["seen: the audit must have seen float instructions; got none in PTX"]
+    return problems if found or ".f32" not in ptx else ["seen: the audit must have seen float instructions; got none in PTX"]
 
 
 def sass_of(cubin: bytes) -> str:
@@ -162,7 +162,7 @@ def amdgcn_problems(amdgcn: str, llir: str, family: str) -> list[str]:
         problems.append(f"contraction: LLVM may not reorder or fuse; got flags {sorted(licences)} in LLVM IR")
     if "!fpmath" in llir:
         problems.append("approx: LLVM may not lower the accuracy of a division; got !fpmath in LLVM IR")
-    return problems if floats or family == "integer" else [*problems, "seen: the audit must have seen float instructions; got none in amdgcn"]
+    return problems if floats or not re.search(r"^\s*v_\w+_f(?:16|32)\b", amdgcn, re.MULTILINE) else [*problems, "seen: the audit must have seen float instructions; got none in amdgcn"]
 
 
 def amdgcn_facts(amdgcn: str) -> dict[str, object]:
