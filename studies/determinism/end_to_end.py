@@ -27,10 +27,7 @@ EXACT = ("fma", "integer")
 
 
 def serving(ctx: Context, *, batches: list[int], context: int, prompts: list[int], variants: list[str], rounds: int) -> Result:
-    """Record "phases": one entry a phase (decode at a batch, prefill of a prompt) with the median time of each variant and ln ratios to fma.
-
-    Metrics: the smallest ln(layercast / best exact) over batches and over prompts of 2048 tokens and more, and the largest exactness cost.
-    """
+    """Record "phases": one entry a phase (decode at a batch, prefill of a prompt) with the median time of each variant and ln ratios to fma."""
     weights = random_weights(LLAMA2_7B, seed=ctx.seed, device=ctx.device)
     models = {v: prepare(weights, family=FAMILY[v], device=ctx.device) for v in variants}
     phases, arrays = [], {}
@@ -44,7 +41,7 @@ def serving(ctx: Context, *, batches: list[int], context: int, prompts: list[int
         result = _contest(ctx, {v: _prefill(v, models[v], ids) for v in some}, 2, 1, graph=False)
         phases.append(_phase("prefill", 1, tokens, result, some))
         arrays |= {f"prefill{tokens}.{v}": result.samples[v] for v in some}
-    return Result(metrics=summary(phases), records={"phases": phases}, arrays=arrays)
+    return Result(records={"phases": phases}, arrays=arrays)
 
 
 def _contest(ctx: Context, variants: dict[str, Variant], rounds: int, launches: int, *, graph: bool):
@@ -80,13 +77,3 @@ def _same(name: str, decoder: Decoder, expected_BV: torch.Tensor) -> None:
 def _phase(kind: str, batch: int, tokens: int, result, variants: list[str]) -> dict:
     return {"phase": kind, "batch": batch, "tokens": tokens, "ms": {v: result.median_s(v) * 1e3 for v in variants},
             "log_ratio": {v: result.log_ratio(v, "fma") for v in variants if v != "fma"}, "log_control": result.control_log_ratio}
-
-
-def summary(phases: list[dict]) -> dict[str, float]:
-    """ln ratios against the better exact family of each phase: the choice of kernels may depend on shape alone, and a phase is one."""
-    best = [min(0.0, p["log_ratio"].get("integer", 0.0)) for p in phases]
-    gain = {name: [p["log_ratio"][name] - b if name in p["log_ratio"] else None for p, b in zip(phases, best, strict=True)] for name in ("layercast", "bf16")}
-    pick = lambda name, keep: [g for p, g in zip(phases, gain[name], strict=True) if g is not None and keep(p)]  # noqa: E731
-    decode, long = (lambda p: p["phase"] == "decode"), (lambda p: p["phase"] == "prefill" and p["tokens"] >= 2048)
-    found = {"decode_log_layercast": pick("layercast", decode), "prefill_log_layercast": pick("layercast", long), "decode_log_bf16": pick("bf16", decode)}
-    return {name: min(values) for name, values in found.items() if values}

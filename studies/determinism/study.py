@@ -36,20 +36,14 @@ METRICS = (
     Metric(name="tokens", meaning="tokens written"),
     Metric(name="accuracy", better="higher", meaning="share of sentences labelled right"),
     *(Metric(name=f"{v}_us", unit="us", better="lower", meaning=f"median time of {v}") for v in (*TIMED, "copy")),
-    *(Metric(name=f"{v}_eager_us", unit="us", better="lower", meaning=f"median time of {v}, launched call by call") for v in ("fma", "layercast", "sgemm", "bf16")),
+    *(Metric(name=f"{v}_eager_us", unit="us", better="lower", meaning=f"median time of {v}, launched call by call") for v in ("fma", "integer", "layercast", "sgemm", "bf16", "bf16_padded")),
     *(Metric(name=f"log_ratio_{v}", meaning=f"ln(time of {v} / time of fma), this process") for v in TIMED[1:-1]),
     Metric(name="log_bandwidth_share", meaning="ln(weight bytes a second of fma / copy bandwidth), this process"),
     Metric(name="log_control", meaning="ln ratio of a program to itself"),
     Metric(name="noise_floor", meaning="95% of |ln ratio| of a program to itself, over rounds"),
+    Metric(name="bytes_fma", unit="B", better="lower", meaning="bytes moved per weight by fma in decode, by the profiler"),
     *(Metric(name=f"error_{v}", better="lower", meaning=f"mean |error| / (|x||w|) of {v}") for v in ("fma", "integer", "sgemm")),
 )
-METRICS += (
-    Metric(name="bytes_fma", unit="B", better="lower", meaning="bytes moved per weight by fma in decode, by the profiler"),
-    Metric(name="decode_log_layercast", meaning="ln(LayerCast / better exact family), 7B decode, the smallest over batches"),
-    Metric(name="decode_log_bf16", meaning="ln(bf16 serving / better exact family), 7B decode, the smallest over batches"),
-    Metric(name="prefill_log_layercast", meaning="ln(LayerCast / better exact family), 7B prefill of 2048 tokens and more, the smallest"),
-)
-
 STUDY = Study(
     name="determinism",
     title="The same bits on every device",

@@ -1,5 +1,6 @@
 """What the measure functions of the determinism study leave, on small stand-ins: whole texts, flips, labels, evidence, the 7B summary."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -177,20 +178,25 @@ def test_the_audit_cell_marks_a_broken_rule_and_what_was_not_built(monkeypatch):
 # ---------------------------------------------------------------- the 7B-shaped decoder's numbers
 
 
-def phase(kind: str, tokens: int, **logs: float) -> dict:
-    return {"phase": kind, "batch": 1, "tokens": tokens, "log_ratio": logs}
+def test_the_serving_contest_times_every_phase_of_a_small_decoder(monkeypatch):
+    """On a CPU, eagerly: each variant's logits are poisoned and found again, the exact families' bit for bit."""
+    small = LlamaConfig(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=4, vocabulary=128, context_tokens=128, rope_base=1e4, rms_eps=1e-5, tied_head=False)
+    timed = end_to_end.contest
+    monkeypatch.setattr(end_to_end, "LLAMA2_7B", small)
+    monkeypatch.setattr(end_to_end, "contest", lambda variants, **options: timed(variants, **{**options, "mode": "eager", "warmup_s": 0.01}))
+    variants = ["fma", "integer", "layercast", "sgemm", "bf16"]
+    result = end_to_end.serving(Context(device="cpu"), batches=[1, 2], context=32, prompts=[40], variants=variants, rounds=2)
+    phases = result.records["phases"]
+    assert [(p["phase"], p["batch"], p["tokens"]) for p in phases] == [("decode", 1, 32), ("decode", 2, 32), ("prefill", 1, 40)]
+    assert set(phases[0]["ms"]) == set(variants) and set(phases[2]["ms"]) == set(variants) - {"sgemm"}
+    assert all(v > 0 for p in phases for v in p["ms"].values()) and "integer" in phases[0]["log_ratio"]
 
 
-def test_the_summary_takes_the_worst_phase_against_the_better_family():
-    phases = [
-        phase("decode", 1024, integer=0.1, layercast=1.6, bf16=-0.1),
-        phase("decode", 1024, integer=-0.2, layercast=1.3, bf16=-0.3),
-        phase("prefill", 512, integer=-1.0, layercast=0.1),
-        phase("prefill", 2048, integer=-1.0, layercast=0.0),
-    ]
-    found = end_to_end.summary(phases)
-    assert found == {"decode_log_layercast": pytest.approx(1.5), "decode_log_bf16": pytest.approx(-0.1), "prefill_log_layercast": pytest.approx(1.0)}
+def test_a_serving_variant_with_other_bits_is_refused():
+    class Wrong:
+        logits_BV = torch.tensor([[1.0, 2.0]])
 
-
-def test_the_summary_leaves_out_what_was_not_timed():
-    assert end_to_end.summary([phase("decode", 1024, layercast=1.0)]) == {"decode_log_layercast": 1.0}
+    expected = torch.tensor([[1.0, math.nextafter(2.0, 3.0)]])
+    end_to_end._same("bf16", Wrong, expected)
+    with pytest.raises(AssertionError, match="other bits"):
+        end_to_end._same("fma", Wrong, expected + 1e-3)
