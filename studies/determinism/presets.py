@@ -104,7 +104,8 @@ CPU_SCHEDULES = (
     {"rows": 64, "chunk_rows": 16},
     {"rows": 64, "threads": 1},
 )
-CPU_TEXTS = ({"batch": 8}, {"batch": 3, "chunk": 16}, {"batch": 4, "sampled": True})
+CPU_TEXTS = (Texts(family="fma", prompts=8, schedules=({"batch": 8}, {"batch": 3, "chunk": 16}, {"batch": 4, "sampled": True})),
+             Texts(family="integer", prompts=4, schedules=({"batch": 4}, {"batch": 1, "chunk": 16})))  # fmt: skip
 GPU_TEXTS = (
     {"batch": 1, "graph": True}, {"batch": 8, "graph": True}, {"batch": 64, "graph": True}, {"batch": 16, "chunk": 16}, {"batch": 8, "pad_to": 128},
     {"batch": 64, "cache": False}, {"batch": 64, "sampled": True, "graph": True}, {"batch": 7, "sampled": True},
@@ -120,7 +121,7 @@ def smoke() -> Config:
 
 
 def cpu() -> Config:
-    return Config(cpu_schedules=CPU_SCHEDULES, texts=tuple(Texts(family=f, prompts=8, schedules=CPU_TEXTS) for f in EXACT), training=("cpu",), verify=("cpu",))
+    return Config(cpu_schedules=CPU_SCHEDULES, texts=CPU_TEXTS, training=("cpu",), verify=("cpu",))
 
 
 def golden() -> Config:
