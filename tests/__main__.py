@@ -1,8 +1,8 @@
 """`make test` and `make soak`: python -m tests [--soak] [pytest arguments].
 
-Two pytest processes: the main one, and one with the Triton interpreter (it is chosen when a kernel is
-decorated, so it needs a process of its own). The set of skipped tests is compared with
-tests/skips.txt: a test that silently stops running fails the suite.
+Two pytest processes side by side: the main one, and one with the Triton interpreter (it is chosen when a kernel is decorated, so it needs
+a process of its own), whose output follows. The set of skipped tests is compared with tests/skips.txt: a test that silently stops
+running fails the suite.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ HERE = Path(__file__).resolve().parent
 SKIPS = HERE / "skips.txt"
 
 
-def run_pytest(arguments: list[str], skips: Path, **env: str) -> int:
+def start_pytest(arguments: list[str], skips: Path, output=None, **env: str) -> subprocess.Popen:
+    """pytest in a process of its own; `output`: a file in place of the terminal."""
     command = [sys.executable, "-m", "pytest", *arguments]
-    return subprocess.run(command, cwd=HERE.parent, env={**os.environ, "SUITE_SKIPS_OUT": str(skips), **env}, check=False).returncode
+    return subprocess.Popen(command, cwd=HERE.parent, env={**os.environ, "SUITE_SKIPS_OUT": str(skips), **env}, stdout=output, stderr=output)
 
 
 def unexpected_skips(seen: set[str]) -> list[str]:
@@ -34,16 +35,21 @@ def main(arguments: list[str]) -> int:
 
         return soak(arguments[1:])
     with tempfile.TemporaryDirectory() as folder:
-        skips = [Path(folder) / "main.txt", Path(folder) / "interpreter.txt"]
-        main_code = run_pytest(arguments, skips[0])
+        skips, log = [Path(folder) / "main.txt", Path(folder) / "interpreter.txt"], Path(folder) / "interpreter.log"
         if arguments:
-            return main_code
-        interpreter_code = run_pytest(["-m", "interpreter", "tests/kernels/interpreter"], skips[1], TRITON_INTERPRET="1")
+            return start_pytest(arguments, skips[0]).wait()
+        with log.open("w") as output:
+            interpreter = start_pytest(["-m", "interpreter", "tests/kernels/interpreter"], skips[1], output, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+            try:
+                codes = [start_pytest([], skips[0]).wait(), interpreter.wait()]
+            finally:
+                interpreter.kill()
+        print(f"\nunder the Triton interpreter:\n{log.read_text()}")
         seen = {line for path in skips if path.is_file() for line in path.read_text().splitlines()}
     problems = [] if has_gpu() else unexpected_skips(seen)
     for problem in problems:
         print(problem)
-    return main_code or interpreter_code or bool(problems)
+    return max(*codes, bool(problems))
 
 
 def has_gpu() -> bool:
