@@ -108,6 +108,7 @@ def integer_decode_kernel(
 ):  # fmt: skip
     """BLOCKS blocks of K for BN rows of W and T tokens. Grid (N blocks, parts of K, M blocks). out: y (FINISH) or int64 [part, M, N]."""
     first_n, first_m = tl.program_id(0) * BN, tl.program_id(2) * T
+    x_plane, w_plane = tl.cast(x_plane, tl.int64), tl.cast(w_plane, tl.int64)  # twice a plane may pass 2^31
     row, kk = tl.arange(0, BN), tl.arange(0, BK)
     start = tl.program_id(1) * BLOCKS * BK
     stop = tl.minimum(start + BLOCKS * BK, KP)

@@ -101,8 +101,9 @@ def dot_of_bytes(a, b, acc, HARDWARE: tl.constexpr):
 @triton.jit(do_not_specialize=["M", "N", "W"])
 def dp4a_kernel(x_ptr, w_ptr, out_ptr, M, N, W, x_plane, w_plane, BM: tl.constexpr, BN: tl.constexpr, B9: tl.constexpr, HARDWARE: tl.constexpr):
     """T int64 of a tile [BM, BN]; x and w are planes of W int32 words of four digits a row."""
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    x_plane, w_plane = tl.cast(x_plane, tl.int64), tl.cast(w_plane, tl.int64)
     x_rows = x_ptr + (tl.minimum(m, M - 1).to(tl.int64) * W)[:, None]
     w_rows = w_ptr + (tl.minimum(n, N - 1).to(tl.int64) * W)[None, :]
     zero = tl.zeros((BM, BN), tl.int32)
@@ -129,7 +130,7 @@ def dp4a_totals(x_PMK: torch.Tensor, w_PNK: torch.Tensor, products: str) -> torc
     x, w = x_PMK.contiguous().view(torch.int32), w_PNK.contiguous().view(torch.int32)
     words = x.shape[2]
     if m * n:
-        dp4a_kernel[(triton.cdiv(n, 32), triton.cdiv(m, 16))](
+        dp4a_kernel[(triton.cdiv(m, 16), triton.cdiv(n, 32))](
             x, w, total, m, n, words, m * words, n * words, BM=16, BN=32, B9=products == "b9", HARDWARE=x.is_cuda, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return total

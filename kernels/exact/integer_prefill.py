@@ -90,6 +90,7 @@ def integer_prefill_kernel(
     TOTALS: tl.constexpr,
 ):  # fmt: skip
     """One tile of y (or, with TOTALS, of T int64). T = acc0 2^16 + acc1 2^8 + acc2, for b9 (that) 2^16 + acc3 2^8 + acc4."""
+    x_plane, w_plane = tl.cast(x_plane, tl.int64), tl.cast(w_plane, tl.int64)  # twice a plane may pass 2^31
     blocks_m, blocks_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     band = tl.program_id(0) // (GROUP_M * blocks_n)
     inside = tl.program_id(0) % (GROUP_M * blocks_n)

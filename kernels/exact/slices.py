@@ -120,7 +120,7 @@ def slice_kernel(x_ptr, planes_ptr, ex_ptr, x_stride, K, KP, plane, GIVEN: tl.co
 
     With STEPS = 1 the row is read once and stays in registers; longer rows are read twice.
     """
-    row = tl.program_id(0).to(tl.int64)
+    row, plane = tl.program_id(0).to(tl.int64), tl.cast(plane, tl.int64)
     k = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
     if GIVEN:
