@@ -190,7 +190,7 @@ def attention(q_BTHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: li
                 q_BTHD.data_ptr(), k.data_ptr(), v.data_ptr(), int(k.dtype == torch.bfloat16), o_BTHD.data_ptr(), b, g, r0, r1, tokens,
                 heads, groups, dim, blocks, starts[b], scale, *(part.data_ptr() for part in parts),
             )  # fmt: skip
-            assert status == 0, "subnormals are flushed on this thread: call torch.set_flush_denormal(False)"
+            assert status == 0, _compile.FLUSHED
 
     work = sum(2 * (r1 - r0) * (starts[b] + counts[b]) * dim for b, _, r0, r1 in units)
     workers = min(torch.get_num_threads(), len(units)) if work >= _THREADED_FROM else 1

@@ -15,7 +15,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["FLAGS", "PRELUDE", "load"]
+__all__ = ["FLAGS", "FLUSHED", "PRELUDE", "load"]
+
+# what `flushes_subnormals` means, in words
+FLUSHED = "subnormals are flushed on a thread of this process: start a new process without torch.set_flush_denormal(True)"
 
 # `vec`: the widest vector of floats that the host has; every lane is an IEEE-754 operation of its own, so the width cannot change bits
 PRELUDE = r"""

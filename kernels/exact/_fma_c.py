@@ -51,5 +51,5 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     steps = [0 if t.numel() == 1 else 1 for t in operands]
     pairs = [value for t, step in zip(operands, steps, strict=True) for value in (t.data_ptr(), step)]
     status = _load().fma_elements(*pairs, out.data_ptr(), out.numel())
-    assert status == 0, "subnormals are flushed on this thread: call torch.set_flush_denormal(False)"
+    assert status == 0, _compile.FLUSHED
     return out

@@ -142,7 +142,7 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, chunks: tuple[tuple[tuple[int
             x_MK.data_ptr(), w_NK.data_ptr(), int(w_NK.dtype == torch.bfloat16), y_MN.data_ptr(), m, n, k, n0, min(n0 + share, n),
             starts.data_ptr(), stops.data_ptr(), first.data_ptr(), len(chunks), sums.data_ptr(), panel.data_ptr(),
         )
-        assert status == 0, "subnormals are flushed on this thread: call torch.set_flush_denormal(False)"
+        assert status == 0, _compile.FLUSHED
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(columns, range(0, n, share)))

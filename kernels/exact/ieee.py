@@ -13,13 +13,17 @@ a C compiler is at hand, large operands take the processor's own FMA instruction
 It does not run on a GPU: there `tl.fma` is one instruction.
 """
 
+import threading
+
 import torch
 
 from kernels.exact import _fma_c
+from kernels.exact._compile import FLUSHED
 
 __all__ = ["assert_subnormals_kept", "f32", "fma_f32", "nan_canonical"]
 
 CANONICAL_NAN_BITS = 0x7FC00000
+_kept = threading.local()
 _LARGE = 2048  # elements from which a call into C pays
 
 
@@ -57,6 +61,15 @@ def nan_canonical(x: torch.Tensor) -> torch.Tensor:
 
 
 def assert_subnormals_kept() -> None:
-    """Fails if this thread flushes subnormals (`torch.set_flush_denormal(True)`): every reference would be wrong."""
-    tiny = torch.full((8,), 2.0**-126) * torch.full((8,), 0.5)
-    assert bool((tiny.view(torch.int32) == 1 << 22).all()), "subnormals are flushed on this thread: call torch.set_flush_denormal(False)"
+    """Fails if this thread or one of torch's pool flushes subnormals (`torch.set_flush_denormal(True)`): every reference would be wrong.
+
+    A thread of the pool keeps the state of the thread that started it, whatever is set later. So the product here is long enough that each
+    of them computes a part; tens of microseconds, on buffers kept by the calling thread.
+    """
+    count = torch.get_num_threads() << 15  # torch hands out at least 2^15 elements at a time
+    if getattr(_kept, "count", 0) != count:
+        with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside it
+            _kept.count, _kept.tiny = count, torch.full((count,), 2.0**-126, dtype=torch.float32, device="cpu")
+            _kept.half = torch.empty_like(_kept.tiny)
+    torch.mul(_kept.tiny, 0.5, out=_kept.half)
+    assert int(_kept.half.view(torch.int32).min()) == 1 << 22, FLUSHED

@@ -1,6 +1,9 @@
 """Claims about the CPU oracle of the exact linear layer: its order, its engines, its hard values, its distance to float64."""
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from kernels.exact.linear import products_are_exact
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [(BF16, BF16), (FP16, FP16), (FP32, BF16), (BF16, FP32), (FP32, FP32)]
+ROOT = Path(__file__).resolve().parents[2]
 EPS = 2.0**-24  # half a unit in the last place of 1.0 in float32
 
 # Bound on |y - exact| / (|x| |w|): a product passes through at most `depth` roundings, (1 + EPS)^depth - 1 <= 1.01 depth EPS
@@ -166,6 +170,33 @@ def test_flushed_subnormals_are_refused() -> None:
             linear_fma_ref(philox_uniform((1, 8), 1), philox_uniform((1, 8), 2))
     finally:
         torch.set_flush_denormal(False)
+
+
+POOL = """
+import torch
+from kernels.exact.ieee import assert_subnormals_kept
+torch.set_num_threads(4)
+if FIRST: assert_subnormals_kept()                          # a good answer must not be remembered
+torch.set_num_threads(1)
+print(torch.set_flush_denormal(True))
+torch.set_num_threads(THREADS)
+torch.ones(1 << 20) + 1.0                                   # starts the pool, or more of it
+torch.set_flush_denormal(False)                             # this thread alone
+try:
+    assert_subnormals_kept()
+except AssertionError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("first", "threads"), [(False, 4), (True, 8)], ids=["new", "grown"])
+def test_a_thread_of_the_pool_that_flushes_subnormals_is_found(first: bool, threads: int) -> None:
+    """torch's threads keep the state of the thread that started them."""
+    code = POOL.replace("FIRST", str(first)).replace("THREADS", str(threads))
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    if out[0] == "False":
+        pytest.skip("this CPU cannot flush subnormals")
+    assert out[1:] == ["subnormals are flushed on a thread of this process: start a new process without torch.set_flush_denormal(True)"]
 
 
 @pytest.mark.parametrize("engine", ["torch", "auto"])
