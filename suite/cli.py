@@ -57,6 +57,10 @@ def parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     command("list", "studies, their presets and claims")
     _plan_options(command("plan", "the cells of a preset and where each stands", "one"))
     _run_options(command("run", "run a preset's cells, resume what is unfinished", "one"))
+    _warm_options(command("warm", "compile ahead, in parallel, what a preset's cells would compile one after another; measures nothing", "one"))
+    c = command("archive", "pack this store's bundles and states into files of at most 15 MiB; starts nothing")
+    c.add_argument("file", metavar="FILE.tar")
+    c.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait for a run on this store to end")
     c = command("ingest", "take bundles (folders or .tar archives) from elsewhere into the store")
     c.add_argument("paths", nargs="+")
     c = command("publish", "copy small bundles of committed code into reports/published/")
@@ -119,9 +123,15 @@ def _run_options(c: argparse.ArgumentParser) -> None:
     c.add_argument("--executor", default="local", help=f"one of {', '.join(EXECUTORS)}")
     c.add_argument("--jobs", type=_count, default=1, help="CPU workers; refused where a cell must run alone")
     c.add_argument("--stop-after", type=_duration_s, metavar="DURATION", help="start nothing after this, pause long cells, exit 75")
-    c.add_argument("--archive", metavar="FILE.tar", help="afterwards pack this store's bundles and states into files of at most 15 MiB")
+    c.add_argument("--archive", metavar="FILE.tar", help="pack this store's bundles and states into files of at most 15 MiB: now and then, at the end, and when interrupted")
     c.add_argument("--resume-from", nargs="+", metavar="FILE.tar", help="first take bundles and states from archives")
     c.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait for another driver to end")
+
+
+def _warm_options(c: argparse.ArgumentParser) -> None:
+    c.add_argument("--preset", help="a preset's name or path/to/file.py:function (default: the best that this machine can measure)")
+    c.add_argument("--jobs", type=_count, metavar="N", help="processes (default: one a core)")
+    c.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait for a run on this machine to end")
 
 
 def main(argv: list[str] | None = None) -> int:

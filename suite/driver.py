@@ -68,9 +68,9 @@ class Driver:
     """State of one run. Use run_plan."""
 
     def __init__(self, plan: Plan, *, executor: Executor, store: BundleStore, conditions: Conditions, ingest: Callable[[Bundle], None] | None,
-                 listener: Callable[[Progress], None], stop_at: float | None, sources: tuple = ()):
+                 listener: Callable[[Progress], None], stop_at: float | None, sources: tuple = (), checkpoint: Callable[[], None] = lambda: None):
         self.executor, self.store, self.conditions = executor, store, conditions
-        self.ingest, self.listener, self.stop_at, self.sources = ingest, listener, stop_at, sources
+        self.ingest, self.listener, self.stop_at, self.sources, self.checkpoint = ingest, listener, stop_at, sources, checkpoint
         self.entries = {e.cell.point: e for e in plan.entries}
         self.states = {p: e.state for p, e in self.entries.items()}
         self.reasons = {p: e.reason for p, e in self.entries.items()}
@@ -93,6 +93,8 @@ class Driver:
             for done in self.executor.wait(0.5):
                 self._finish(done)
             self._feed_tracker()
+            if not self._timing():
+                self.checkpoint()
             self.listener(self.progress)
         self._feed_tracker(all_of_it=True)
         for point in [p for p, s in self.states.items() if s == TO_RUN and not self._past_stop()]:
@@ -211,11 +213,15 @@ class Driver:
         for source in self.sources:
             source.tell(point, bundle or read_bundle(self.paths[point], verify_files=False))
 
+    def _timing(self) -> bool:
+        """An exclusive cell runs: nothing else may."""
+        return any(e.cell.needs.exclusive for e in self.running.values())
+
     def _feed_tracker(self, all_of_it: bool = False) -> None:
         """Bundles go to the tracker behind the measuring; never while an exclusive cell is timing."""
         if self.ingest is None or self.tracking_error:
             return
-        if not all_of_it and any(e.cell.needs.exclusive for e in self.running.values()):
+        if not all_of_it and self._timing():
             return
         from suite.tracking import TrackingError
 
@@ -232,10 +238,11 @@ class Driver:
 
 
 def run_plan(plan: Plan, *, executor: Executor, store: BundleStore, conditions: Conditions, ingest: Callable[[Bundle], None] | None = None,
-             listener: Callable[[Progress], None] = lambda progress: None, stop_at: float | None = None, sources: tuple = ()) -> RunReport:
+             listener: Callable[[Progress], None] = lambda progress: None, stop_at: float | None = None, sources: tuple = (),
+             checkpoint: Callable[[], None] = lambda: None) -> RunReport:
     """Run every TO RUN entry. `stop_at` is a time.time() past which nothing starts and long cells pause.
 
     `sources` give further cells as results come in (searches): objects with `new_entries() -> [Entry]`
-    and `tell(point, bundle)`. Raises StoreFull when bundles cannot be written.
+    and `tell(point, bundle)`. `checkpoint` is called again and again, never while a cell is timed. Raises StoreFull when bundles cannot be written.
     """
-    return Driver(plan, executor=executor, store=store, conditions=conditions, ingest=ingest, listener=listener, stop_at=stop_at, sources=sources).run()
+    return Driver(plan, executor=executor, store=store, conditions=conditions, ingest=ingest, listener=listener, stop_at=stop_at, sources=sources, checkpoint=checkpoint).run()

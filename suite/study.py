@@ -13,6 +13,8 @@ A study may add commands of its own to the command line. They stand as a literal
     VERBS = {"verify-sums": ("studies.sums.verify", "compare this machine's sums with the checked-in ones")}
 
 The module named there has `add_arguments(parser)` and `command(args) -> exit code`; pass the table on as `Study(verbs=VERBS)`.
+
+`warm` lists work for `suite warm`: launches that fill the compilers' caches on disk before cells are measured, and leave nothing else.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 from suite.identity import ROOT
 
 MAX_METRICS = 40  # the MLflow UI keeps its columns
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*\Z")
 _VERB = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)+\Z")  # two words or more: the harness's own commands are one
 
 
@@ -41,6 +44,20 @@ class Metric:
     unit: str = ""
     better: str = ""  # "higher", "lower" or "" where neither is
     meaning: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmTask:
+    """`run` ("module:function") called as `function(device, **params)` for what it leaves in the compilers' caches; its result is thrown away."""
+
+    label: str
+    run: str
+    params: Mapping[str, Any] = field(default_factory=dict)  # plain JSON
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda") or not _FUNCTION.match(self.run):
+            raise ValueError(f"a warm task names 'module:function' and the device cpu or cuda, got {self.run=} {self.device=}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +74,7 @@ class Study:
     exhibits: Callable[[Any], list] = field(default=lambda view: [])  # suite.claims.View -> [suite.exhibit.*]
     searches: Callable[[Any], list] = field(default=lambda config: [])  # config -> [suite.search.Search]
     best_preset: Callable[[Any], tuple[str, str]] | None = None  # machine -> (preset, why)
+    warm: Callable[[Any], list[WarmTask]] = field(default=lambda config: [])  # config -> tasks, those that take longest first
     verbs: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # command -> (module, one line of help), see above
 
     def __post_init__(self) -> None:

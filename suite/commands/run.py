@@ -3,7 +3,8 @@
     python -m suite run determinism --preset smoke
 
 The order matters for what a crash can lose: bundles are on disk before anything reads them, and the
-tracker only ever follows the bundles.
+tracker only ever follows the bundles. `--archive FILE.tar` is renewed every few minutes between cells, and once more
+at the end, also where the end is SIGTERM or Ctrl-C: then workers are killed first, and finished cells are packed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from suite import cli, locks, plan as planning
 from suite.bundle import Bundle, BundleStore, origin_of
+from suite.commands.archive import RunArchive, check_name
 from suite.commands.look import print_table
 from suite.commands.store import print_judged, take_in
 from suite.driver import RunReport, run_plan
@@ -32,8 +34,8 @@ def run_command(args) -> int:
     study = load_study(args.study)
     if args.executor not in cli.EXECUTORS:
         raise ValueError(f"an executor is one of {list(cli.EXECUTORS)}, got {args.executor!r}")
-    if args.archive and not Path(args.archive).resolve().parent.is_dir():
-        raise ValueError(f"--archive names a file in a folder that exists, got {args.archive!r}")
+    if args.archive:
+        check_name(args.archive)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     session = Session.here()
     with locks.hold(_writable(session.state_dir) / "driver.lock", what=f"the store {session.state_dir}", wait_s=args.wait):
@@ -64,12 +66,16 @@ def _run(args, study: Study, session: Session) -> int:
     print(f"study {study.name}, preset {preset} ({why})")
     print(f"store {session.store_name()}")
     print("plan  " + ", ".join(f"{n} {state}" for state, n in sorted(plan.counts().items())), flush=True)
-    feed = Feed(session, study)
+    feed, archive = Feed(session, study), RunArchive(args.archive, session.store)
     feed.open(plan)
     try:
-        report = _measure(args, study, session, plan, feed, bundles)
+        report = _measure(args, study, session, plan, feed, bundles, archive)
+        archive.finish()
     except BaseException as error:
-        feed.abandon("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        try:
+            archive.rescue()
+        finally:
+            feed.abandon("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
     feed.close(plan, report)
     return _conclude(args, study, session, plan, report, problems, feed)
@@ -89,7 +95,7 @@ def _refuse_shared_timing(plan: planning.Plan, jobs: int) -> None:
         raise ValueError(f"a timing cell runs alone, so --jobs is 1 while one is planned, got --jobs {jobs} and {alone[0]!r}; use --only to leave it out")
 
 
-def _measure(args, study: Study, session: Session, plan: planning.Plan, feed: Feed, bundles: list[Bundle]) -> RunReport:
+def _measure(args, study: Study, session: Session, plan: planning.Plan, feed: Feed, bundles: list[Bundle], archive: RunArchive | None = None) -> RunReport:
     stop_at = None if args.stop_after is None else time.time() + args.stop_after
     searches = study.searches(load_config(study, plan.preset))
     sources = sources_for(searches, entries_of=lambda cell: session.entries(study, cell, bundles), storage_dir=session.state_dir / "searches")
@@ -104,7 +110,7 @@ def _measure(args, study: Study, session: Session, plan: planning.Plan, feed: Fe
         if executor.left_out:
             print(f"workers start without {', '.join(map(clean, executor.left_out))} of your environment: they steer numbers or times, and no bundle would say so", flush=True)
         return run_plan(plan, executor=executor, store=session.store, conditions=session.conditions(), ingest=feed.ingest if feed.tracker else None,
-                        listener=display.update, stop_at=stop_at, sources=sources)
+                        listener=display.update, stop_at=stop_at, sources=sources, checkpoint=archive.renew if archive else lambda: None)
 
 
 def expected_s(to_run: list[planning.Entry], bundles: list[Bundle]) -> float | None:
@@ -185,18 +191,9 @@ def _conclude(args, study: Study, session: Session, plan: planning.Plan, report:
 
         now = session.plan(study, plan.preset, planning.Options(reuse=args.reuse, keep_failed=True))
         print_judged(study, judge_all(study, session.view(study, now, feed.tracker)))
-    if args.archive:
-        _archive(args.archive, session.store)
     if feed.error:
         return cli.EXIT_STORE
     if report.stopped or "PAUSED" in report.states.values():
         print("stopped at a checkpoint; run the same command again to go on")
         return cli.EXIT_PAUSED
     return cli.EXIT_FAILED if failed or problems or left else 0
-
-
-def _archive(file: str, store: BundleStore) -> None:
-    from suite.archive import pack
-
-    for part in pack(store, None, Path(file)):
-        print(f"packed {part}")

@@ -1,23 +1,35 @@
-"""Archives keep every byte through parts of a bounded size, and a malicious one harms nothing."""
+"""Archives keep every byte through parts of a bounded size, a malicious one harms nothing, and a run that is ended leaves one."""
 
 from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
+import signal
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from suite import cli, locks
 from suite.archive import PART_BYTES, ArchiveError, pack, parts_of, unpack
 from suite.bundle import BundleStore, read_bundle
+from suite.cell import Cell, Needs
+from suite.commands import archive as command
+from suite.commands.archive import RunArchive, TooSlow, replace_archive, time_limit
+from suite.driver import Conditions, run_plan
+from suite.executors._base import Done
+from suite.machine import Machine
 from suite.measure import Result
+from suite.plan import make_plan
 from tests.contracts.test_tracker import write
 
 SMALL_PART = 40_960  # four tar records
 KEY = "ab" * 32
+END_S = 10.0  # from SIGTERM to the end of a run, its archive included; a few small bundles take milliseconds
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -190,3 +202,178 @@ def test_no_time_limit_is_needed_for_a_sparse_bomb(tmp_path):
 def test_packed_bundles_are_valid_where_they_arrive(store, tmp_path):
     unpack(pack(store, None, tmp_path / "out.tar", SMALL_PART), back := BundleStore(tmp_path / "back"))
     assert sorted(read_bundle(p).id for p in back.folders()) == sorted(b.id for b in store.load_all()[0])
+
+
+# ---------------------------------------------------------------------------------------------- renewing one
+
+
+@pytest.fixture
+def out(store, tmp_path) -> Path:
+    """An archive of an earlier state of the store, in a folder of its own."""
+    path = tmp_path / "out" / "a.tar"
+    path.parent.mkdir()
+    assert len(replace_archive(store, path, max_part_bytes=SMALL_PART)) > 3
+    write(store, 9, Result(arrays={"x": noise(90_000, 9)}))
+    return path
+
+
+def test_an_archive_is_replaced_by_what_pack_would_write(store, out, tmp_path):
+    for limit in (SMALL_PART, PART_BYTES):  # more parts than before, then fewer
+        parts = replace_archive(store, out, max_part_bytes=limit)
+        alone = tmp_path / str(limit)
+        alone.mkdir()
+        pack(store, None, alone / "a.tar", limit)
+        assert contents(out.parent) == contents(alone) and parts == parts_of(out)
+
+
+def test_what_is_not_written_in_time_leaves_the_earlier_archive_whole(store, out, monkeypatch):
+    before = contents(out.parent)
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(60))
+    start = time.monotonic()
+    with pytest.raises(TooSlow), time_limit(0.2):
+        replace_archive(store, out, max_part_bytes=SMALL_PART)
+    assert time.monotonic() - start < 30 and contents(out.parent) == before
+
+
+def test_an_error_while_packing_leaves_the_earlier_archive_whole(store, out, monkeypatch):
+    before, fsync, calls = contents(out.parent), os.fsync, []
+
+    def full(fd):
+        calls.append(fd)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="space"):
+        replace_archive(store, out, max_part_bytes=SMALL_PART)
+    assert contents(out.parent) == before
+
+
+def test_without_states_the_keys_that_have_one_are_left_out(store, tmp_path):
+    paused = store.load_all()[0][0]
+    store.state_dir(paused.key).mkdir(parents=True)
+    (store.state_dir(paused.key) / "half.bin").write_bytes(b"x")
+    report = unpack(replace_archive(store, tmp_path / "out.tar", states=False), back := BundleStore(tmp_path / "back"))
+    assert (len(report.bundles), len(report.states)) == (5, 0) and paused.id not in {b.id for b in back.load_all()[0]}
+
+
+def test_a_rescue_that_cannot_write_says_so_and_hides_nothing(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "RESCUE_S", 0.2)
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(60))
+    RunArchive(str(tmp_path / "out.tar"), store).rescue()
+    RunArchive(str(tmp_path / "nowhere" / "out.tar"), store).rescue()
+    assert capsys.readouterr().err.count("was not renewed") == 2 and not list(tmp_path.glob("*out.tar*"))
+    RunArchive(None, store).rescue()
+
+
+def test_nothing_is_packed_while_a_cell_is_timed(tmp_path):
+    """The driver's checkpoint waits for exclusive cells, as its tracker does."""
+    running: list = []
+
+    class Executor:
+        waits = 0
+
+        def can_start(self, needs):
+            return not running
+
+        def start(self, job):
+            running.append(job)
+
+        def wait(self, timeout_s):
+            self.waits += 1
+            return [] if self.waits % 3 else [Done(job=running.pop(), status="DIED", message="", duration_s=0.0)]
+
+    seen: list[bool] = []
+    cells = [Cell(study="toy", measure="tests.toy.cells:answer", params={"n": n}, needs=Needs(exclusive=n == 1)) for n in (1, 2)]
+    machine = Machine(cpu_model="a cpu", cores=2, memory_gib=8.0, torch="2.11.0", triton="3.6.0", driver="", gpus=())
+    plan = make_plan("toy", "smoke", cells, bundles=[], machine=machine, versions=lambda d: {}, asset_sha256=str)
+    run_plan(plan, executor=Executor(), store=BundleStore(tmp_path), conditions=Conditions(environment=lambda d: {}, commit="c", dirty=False),
+             checkpoint=lambda: seen.append(any(job.needs["exclusive"] for job in running)))  # fmt: skip
+    assert len(seen) == 4 and not any(seen)  # after the timed cell, at two waits of the other, and after it
+
+
+# ---------------------------------------------------------------------------------------------- whole commands
+
+
+def stored(checkout) -> set[str]:
+    """Ids of the bundles that have their final name."""
+    return {b.id for b in BundleStore(checkout.state).load_all()[0]}
+
+
+def slow_run(checkout, *arguments: str):
+    """A run that has finished at least two cells and has more to do."""
+    run = checkout.start("run", "toy", "--preset", "slow", *arguments)
+    until = time.monotonic() + 60
+    while len(stored(checkout)) < 2:
+        assert time.monotonic() < until and run.poll() is None, "the run never got so far"
+        time.sleep(0.02)
+    return run
+
+
+def patch(checkout, pattern: str, replacement: str) -> None:
+    """Change the checkout's copy of the command."""
+    path = checkout.path / "suite/commands/archive.py"
+    text, n = re.subn(pattern, replacement, path.read_text())
+    assert n == 1
+    path.write_text(text)
+
+
+def unpacked(checkout, name: str) -> set[str]:
+    """Ids of the bundles in an archive."""
+    back = BundleStore(checkout.path / f".back-{name}")
+    unpack(checkout.path / name, back)
+    return {read_bundle(p).id for p in back.folders()}
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_end_packs_its_finished_cells_first(checkout, sent):
+    run = slow_run(checkout, "--archive", "out.tar")
+    assert not (checkout.path / "out.tar").exists()
+    run.send_signal(sent)
+    start = time.monotonic()
+    out, _ = run.communicate(timeout=60)
+    assert time.monotonic() - start < END_S and run.returncode == cli.EXIT_INTERRUPTED, out
+    finished = stored(checkout)
+    assert 2 <= len(finished) < 16 and unpacked(checkout, "out.tar") == finished and "packed out.tar" in out
+
+
+def test_a_second_sigterm_does_not_cut_the_archive_short(checkout):
+    run_py = checkout.path / "suite/commands/run.py"
+    run_py.write_text(run_py.read_text().replace("            for part in pack(self.store", "            time.sleep(1.0)\n            for part in pack(self.store"))
+    run = slow_run(checkout, "--archive", "out.tar")
+    for _ in range(6):
+        run.send_signal(signal.SIGTERM)  # a process that has ended gets none
+        time.sleep(0.1)
+    run.communicate(timeout=60)
+    assert unpacked(checkout, "out.tar") == stored(checkout)
+
+
+def test_a_run_that_is_killed_leaves_the_archive_that_it_renewed_between_cells(checkout):
+    patch(checkout, r"EVERY_S = [0-9.]+", "EVERY_S = 0.1")
+    run = slow_run(checkout, "--archive", "out.tar")
+    while not (checkout.path / "out.tar").exists() and run.poll() is None:
+        time.sleep(0.02)
+    run.kill()
+    run.communicate()
+    assert unpacked(checkout, "out.tar") <= stored(checkout) and unpacked(checkout, "out.tar")
+
+
+def test_the_archive_command_packs_what_is_there_and_starts_nothing(checkout):
+    checkout.suite("run", "toy", "--preset", "faults")
+    attempts = len(checkout.bundles())
+    done = checkout.suite("archive", "out.tar")
+    assert done.returncode == 0 and "packed out.tar" in done.stdout and f"{attempts} bundles" in done.stdout
+    assert len(checkout.bundles()) == attempts == len(unpacked(checkout, "out.tar"))
+
+
+def test_the_archive_command_needs_a_store_and_a_name(checkout):
+    absent = checkout.suite("archive", "out.tar")
+    assert absent.returncode == cli.EXIT_USAGE and "SUITE_STATE" in absent.stderr and not checkout.state.exists()
+    checkout.state.mkdir()
+    for name in ("out.gz", "out.2.tar", "nowhere/out.tar"):
+        done = checkout.suite("archive", name)
+        assert done.returncode == cli.EXIT_USAGE and name in done.stderr
+        assert checkout.suite("run", "toy", "--archive", name).returncode == cli.EXIT_USAGE
+    with locks.hold(checkout.state / "driver.lock", what="the test"):
+        assert checkout.suite("archive", "out.tar").returncode == cli.EXIT_HELD
