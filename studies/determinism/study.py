@@ -13,6 +13,7 @@ from studies.determinism.claims import CLAIMS
 from studies.determinism.exhibits import exhibits
 from studies.determinism.presets import cpu, golden, gpu, gpu2, smoke, verify
 from studies.determinism.questions import questions
+from studies.determinism.warm import warm
 from suite.study import Metric, Study
 
 VERBS = {"verify-determinism": ("studies.determinism.verify", "PASS or FAIL for every exact operator on this device, against the golden manifest")}
@@ -54,5 +55,6 @@ STUDY = Study(
     claims=CLAIMS,
     exhibits=exhibits,
     best_preset=best_preset,
+    warm=warm,
     verbs=VERBS,
 )
