@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from studies.determinism.bits import evidence_rows
 from studies.determinism.contribution import binary
 from studies.determinism.golden_manifest import ManifestError, read
+from studies.determinism.presets import TARGETS
 from suite.claims import Row, View
 from suite.exhibit import Column, Prose, Table
 
 TITLE = "What the compiler made of every kernel"
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 ORDERS = ("wrong", "not traced", "opcodes only", "proved")  # weakest first
 
 
 def audit(view: View) -> list:
-    by_target = {r.params["target"]: r for r in view.rows(measure="audit")}
+    by_target = {target: rows[0] for target, rows in evidence_rows(view, "audit").items()}
     if not by_target:
         return [
             Prose(
@@ -28,7 +29,7 @@ def audit(view: View) -> list:
             ),
             *executed(view, {}),
         ]
-    targets = sorted(by_target, key=lambda t: (TARGETS.index(t) if t in TARGETS else len(TARGETS), t))
+    targets = list(by_target)
     cases = {t: {c["kernel"]: c for c in by_target[t].record("cases")} for t in targets}
     names = list(dict.fromkeys(name for t in targets for name in cases[t]))
     absent = [t for t in TARGETS if t not in by_target]

@@ -11,6 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from studies.determinism import flip_stats
+from studies.determinism.fresh import fresh
 from studies.determinism.shown import TITLES, by_device, known, of_device
 from suite.claims import Row, View
 from suite.exhibit import Column, Curves, Prose, Series, Table
@@ -39,18 +40,26 @@ def flips(view: View) -> list:
 
 
 def by_implementation(rows: Sequence[Row]) -> dict[str, Runs]:
-    """implementation -> batch -> run, of the largest question that was asked (prompts, steps)."""
+    """implementation -> batch -> run, of the largest question that was asked (prompts, steps); an implementation's batches share one code's rows."""
     size = lambda r: (r.params.get("prompts", r.params.get("sentences")), r.params.get("new_tokens", 0))  # noqa: E731
     largest = max(map(size, rows))
     kept = sorted((r for r in rows if size(r) == largest), key=lambda r: (list(TITLES).index(r.params["impl"]), r.params["batch"]))
-    return {impl: {r.params["batch"]: r for r in kept if r.params["impl"] == impl} for impl in dict.fromkeys(r.params["impl"] for r in kept)}
+    runs = {impl: fresh(r for r in kept if r.params["impl"] == impl) for impl in dict.fromkeys(r.params["impl"] for r in kept)}
+    return {impl: {r.params["batch"]: r for r in found} for impl, found in runs.items()}
+
+
+def behind(found: Mapping[str, Runs]) -> list[Row]:
+    """Every run of `by_implementation`."""
+    return [r for runs in found.values() for r in runs.values()]
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------------------
 
 
 def _texts(rows: Sequence[Row], title) -> list:
-    arrays = {impl: {batch: r.arrays() for batch, r in runs.items()} for impl, runs in by_implementation(rows).items()}
+    found = by_implementation(rows)
+    rows = behind(found)
+    arrays = {impl: {batch: r.arrays() for batch, r in runs.items()} for impl, runs in found.items()}
     pairs = [(impl, a, b) for impl, runs in arrays.items() for a, b in combinations(runs, 2)]
     if not pairs:
         return [Prose(heading=title(TITLE), text="NOT MEASURED HERE: each implementation was run at one batch alone.")]
@@ -151,10 +160,12 @@ def _mean(values: np.ndarray):
 
 
 def labels_table(rows: Sequence[Row]) -> list:
-    devices, lines = by_device(rows), []
+    devices, lines, used = by_device(rows), [], []
     several_devices = len(devices) > 1
-    for device, found in devices:
-        for impl, runs in by_implementation(found).items():
+    for device, asked in devices:
+        found = by_implementation(asked)
+        used += behind(found)
+        for impl, runs in found.items():
             margins = [r.arrays()["margin"] for r in runs.values()]
             accuracies = [100 * r.metrics["accuracy"] for r in runs.values()]
             several = len(runs) > 1
@@ -186,7 +197,7 @@ def labels_table(rows: Sequence[Row]) -> list:
             title="Labels by batch",
             columns=columns,
             rows=lines,
-            sources=rows,
+            sources=used,
             note="SST-2 sentences, labelled by the larger of two logits. Std@Acc: standard deviation of the accuracy over batches.",
         )
     ]

@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from studies.determinism.fresh import fresh
 from studies.determinism.shown import TITLES, Value, by_device, middle, of_device, over_processes, processes
+from studies.determinism.speed import families, of_phase
+from studies.determinism.speed import phase_of as phase
 from suite.claims import Row, View
 from suite.exhibit import Column, Curves, Prose, Series, Table
 
@@ -26,7 +29,7 @@ def serving(view: View) -> list:
     devices = by_device(view.rows(measure="serving"))
     if not devices:
         return [Prose(heading=TITLE, text="NOT MEASURED HERE: the decoder needs a GPU with 130 GiB, and no published timing of it is present.")]
-    return [part for device, rows in devices for part in _of(rows, lambda t, device=device: of_device(t, device, devices))]
+    return [part for device, rows in devices for part in _of(view, rows, lambda t, device=device: of_device(t, device, devices))]
 
 
 def title_of(variant: str) -> str:
@@ -36,10 +39,6 @@ def title_of(variant: str) -> str:
 def phases(rows: Sequence[Row], kind: str) -> list[tuple[int, int]]:
     """(batch, tokens) of the phases of a kind."""
     return sorted({(p["batch"], p["tokens"]) for r in rows for p in r.record("phases") if p["phase"] == kind})
-
-
-def phase(row: Row, kind: str, batch: int, tokens: int) -> dict | None:
-    return next((p for p in row.record("phases") if (p["phase"], p["batch"], p["tokens"]) == (kind, batch, tokens)), None)
 
 
 def ms(kind: str, batch: int, tokens: int, variant: str) -> Value:
@@ -57,19 +56,26 @@ def log_ratio(kind: str, batch: int, tokens: int, variant: str, baseline: str) -
     return value
 
 
-def _of(rows: Sequence[Row], title) -> list:
+def _of(view: View, rows: Sequence[Row], title) -> list:
     known = [v for v in NAMES if any(v in r.params["variants"] for r in rows)]
     out = []
     for kind, unit in (("decode", "ms/token"), ("prefill", "ms")):
         found = phases(rows, kind)
         if not found:
             continue
-        out += [_times(rows, kind, unit, found, known, title), _ratios(rows, kind, found, known, title)]
+        claims = ("decode_end_to_end", "decode_end_to_end_stored", "exactness_cost") if kind == "decode" else ("prefill_end_to_end",)
+        out += [_times(rows, kind, unit, found, known, title), _ratios(rows, kind, found, known, title, families(view, claims))]
     return out + mixes(rows, known, title)
 
 
+def _behind(rows: Sequence[Row], kind: str, found: Sequence[tuple[int, int]]) -> list[Row]:
+    """The rows of a table of phases, each once."""
+    return list({r.bundle_id: r for b, t in found for r in of_phase(rows, kind, b, t)}.values())
+
+
 def _times(rows: Sequence[Row], kind: str, unit: str, found: Sequence[tuple[int, int]], known: Sequence[str], title) -> Table:
-    lines = [(b, t, *(middle(rows, ms(kind, b, t, v)) for v in known), processes([r for r in rows if phase(r, kind, b, t)])) for b, t in found]
+    groups = [(b, t, of_phase(rows, kind, b, t)) for b, t in found]
+    lines = [(b, t, *(middle(same, ms(kind, b, t, v)) for v in known), processes(same)) for b, t, same in groups]
     note = (
         "A step for the whole batch as one CUDA graph, at this many tokens in the cache."
         if kind == "decode"
@@ -84,18 +90,19 @@ def _times(rows: Sequence[Row], kind: str, unit: str, found: Sequence[tuple[int,
             Column(name="processes"),
         ],
         rows=lines,
-        sources=rows,
+        sources=_behind(rows, kind, found),
         note=f"Medians over processes; random weights, so texts mean nothing. {note}",
     )
 
 
-def _ratios(rows: Sequence[Row], kind: str, found: Sequence[tuple[int, int]], known: Sequence[str], title) -> Table:
+def _ratios(rows: Sequence[Row], kind: str, found: Sequence[tuple[int, int]], known: Sequence[str], title, judged: str) -> Table:
     """Speed of each exact family over the baselines, and its cost in time over bf16 serving."""
     lines = []
     for b, t in found:
+        same = of_phase(rows, kind, b, t)
         for family in (f for f in EXACT if f in known):
-            ratios = [over_processes(rows, log_ratio(kind, b, t, base, family)) for base in BASELINES[:2]]
-            cost = over_processes(rows, log_ratio(kind, b, t, family, "bf16"))
+            ratios = [over_processes(same, log_ratio(kind, b, t, base, family)) for base in BASELINES[:2]]
+            cost = over_processes(same, log_ratio(kind, b, t, family, "bf16"))
             lines.append((b, t, TITLES[family], *ratios, cost and tuple(100 * (x - 1) for x in cost)))
     columns = [
         Column(name="batch"),
@@ -108,8 +115,8 @@ def _ratios(rows: Sequence[Row], kind: str, found: Sequence[tuple[int, int]], kn
         title=title(f"{TITLE}: {kind}, ratios"),
         columns=columns,
         rows=lines,
-        sources=rows,
-        note="95% intervals over process starts, Student-t. Cost: additional time over the same decoder in bf16 with a bf16 cache.",
+        sources=_behind(rows, kind, found),
+        note=f"95% intervals over process starts, Student-t. Cost: additional time over the same decoder in bf16 with a bf16 cache. {judged}".strip(),
     )
 
 
@@ -138,8 +145,10 @@ def mixes(rows: Sequence[Row], known: Sequence[str], title) -> list:
     if not contexts or not prompts:
         return []
     context = contexts[-1]
-    lines = [(p, n, *(middle(rows, lambda r, p=p, n=n, v=v: _seconds(r, p, n, context, v)) for v in known),
-              *(over_processes(rows, log_mix(p, n, context, "layercast", f)) for f in EXACT if f in known)) for p in prompts for n in MIXES]  # fmt: skip
+    both = {p: fresh(r for r in rows if phase(r, "prefill", 1, p) and phase(r, "decode", 1, context)) for p in prompts}
+    used = list({r.bundle_id: r for found in both.values() for r in found}.values())
+    lines = [(p, n, *(middle(both[p], lambda r, p=p, n=n, v=v: _seconds(r, p, n, context, v)) for v in known),
+              *(over_processes(both[p], log_mix(p, n, context, "layercast", f)) for f in EXACT if f in known)) for p in prompts for n in MIXES]  # fmt: skip
     columns = [
         Column(name="prompt", unit="tokens"),
         Column(name="output", unit="tokens"),
@@ -147,11 +156,11 @@ def mixes(rows: Sequence[Row], known: Sequence[str], title) -> list:
         *(Column(name=f"LayerCast over {TITLES[f]}", unit="x") for f in EXACT if f in known),
     ]
     note = f"Derived: the measured prefill of the prompt plus the output's number of measured decode steps, batch 1, each at {context} tokens of context."
-    table = Table(title=title(f"{TITLE}: mixes (derived)"), columns=columns, rows=lines, sources=rows, note=note)
+    table = Table(title=title(f"{TITLE}: mixes (derived)"), columns=columns, rows=lines, sources=used, note=note)
     series = []
     for p in prompts:
         for base, family in ((b, f) for b in BASELINES[:1] for f in EXACT if f in known):
-            points = [(n, r) for n in OUTPUTS if (r := over_processes(rows, log_mix(p, n, context, base, family)))]
+            points = [(n, r) for n in OUTPUTS if (r := over_processes(both[p], log_mix(p, n, context, base, family)))]
             if points:
                 series.append(
                     Series(
@@ -170,6 +179,6 @@ def mixes(rows: Sequence[Row], known: Sequence[str], title) -> list:
         log_x=True,
         reference=(1.0, "parity"),
         note=note,
-        sources=rows,
+        sources=used,
     )
     return [table, curve] if series else [table]

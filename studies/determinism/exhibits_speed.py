@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from studies.determinism.fresh import fresh
 from studies.determinism.shown import TITLES, Ratio, by_device, middle, of_device, over_processes, processes
-from studies.determinism.speed import DECODE_SHAPES
+from studies.determinism.speed import DECODE_SHAPES, by_process, families, is_compiled
 from suite.claims import Row, View
 from suite.exhibit import Column, Curves, Prose, Series, Table
 
@@ -23,24 +24,26 @@ FLOOR_BYTES = {
     "sgemm": 4,
     "bf16": 2,
     "bf16_padded": 2,
+    "bf16_compiled": 2,
 }  # a weight in decode; a test holds them to contests.BYTES
 OTHERS = tuple(v for v in FLOOR_BYTES if v != "fma")
 DECODE_ROWS, PREFILL_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), (512, 1024, 2048, 4096, 8192)
 EAGER = ("fma", "layercast", "sgemm", "bf16")
 PREFILL = ("fma", "integer", "integer-b9", "layercast", "sgemm", "bf16")
 ERRORS = ("fma", "integer", "sgemm")  # whose error a contest reads
+EXACT_SUMS = "inputs whose sums are exact"
 Group = tuple[int, list[Row]]  # M and its contests
 COMPILED = ("layercast_compiled", "bf16_compiled")
 
 
 def contests(view: View, compiled: bool = False) -> list[tuple[str, list[Row]]]:
-    """(GPU model, its contests); those of compiled programs are contests of their own, for a compiler's cache is no part of the others."""
-    found = [r for r in view.rows(measure="linear") if any(c in r.params["variants"] for c in COMPILED) == compiled]
-    return by_device(found)
+    """(GPU model, its contests); those of compiled programs are contests of their own."""
+    return by_device([r for r in view.rows(measure="linear") if is_compiled(r) == compiled])
 
 
 def of_shape(rows: Sequence[Row], m: int, n: int, k: int) -> list[Row]:
-    return [r for r in rows if (r.params["rows"], r.params["n"], r.params["k"]) == (m, n, k)]
+    """The contests of a shape, of today's code where there are any."""
+    return fresh(r for r in rows if (r.params["rows"], r.params["n"], r.params["k"]) == (m, n, k))
 
 
 def log_ratio(variant: str, baseline: str):
@@ -73,13 +76,14 @@ def floor_us(variant: str):
 
 def decode(view: View) -> list:
     devices = contests(view)
-    out = [part for device, rows in devices for n, k in DECODE_SHAPES for part in _decode_shape(device, rows, n, k, devices)]
+    judged = families(view, ("decode_vs_layercast", "decode_vs_fp32_stored", "decode_vs_bf16"))
+    out = [part for device, rows in devices for n, k in DECODE_SHAPES for part in _decode_shape(device, rows, n, k, devices, judged)]
     return out or [
         Prose(heading="Time of one linear layer", text="NOT MEASURED HERE: timing needs a GPU, and no published timing of this code is present.")
     ]
 
 
-def _decode_shape(device: str, rows: Sequence[Row], n: int, k: int, devices: Sequence) -> list:
+def _decode_shape(device: str, rows: Sequence[Row], n: int, k: int, devices: Sequence, judged: str) -> list:
     groups = [(m, found) for m in DECODE_ROWS if (found := of_shape(rows, m, n, k))]
     if not groups:
         return []
@@ -88,7 +92,7 @@ def _decode_shape(device: str, rows: Sequence[Row], n: int, k: int, devices: Seq
     prefix = of_device(f"Decode, weights {n}x{k}", device, devices)
     return [
         _times(f"{prefix}: time", groups, ("fma", *known), used),
-        _ratios(f"{prefix}: time of the others over fma", groups, known, used),
+        _ratios(f"{prefix}: time of the others over fma", groups, known, used, judged),
         *_ratio_curve(f"{prefix}: how much faster fma is, by batch", groups, known, used),
     ]
 
@@ -121,14 +125,14 @@ def _times(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequ
     )
 
 
-def _ratios(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequence[Row]) -> Table:
+def _ratios(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequence[Row], judged: str) -> Table:
     lines = [(m, *(over_processes(found, log_ratio(v, "fma")) for v in known), processes(found)) for m, found in groups]
     return Table(
         title=title,
         columns=[Column(name="M"), *(Column(name=TITLES[v], unit="x") for v in known), Column(name="processes")],
         rows=lines,
         sources=used,
-        note="Above 1: fma is faster. 95% intervals over process starts, Student-t.",
+        note=f"Above 1: fma is faster. 95% intervals over process starts, Student-t. {judged}".strip(),
     )
 
 
@@ -195,7 +199,8 @@ def compiled(view: View) -> list:
                     f"{n}x{k}",
                     middle(found, time_us(v)),
                     middle(found, time_us("fma")),
-                    "not read" if v == "bf16_compiled" else over_processes(found, log_ratio(v, "fma")),
+                    over_processes(found, log_ratio(v, "fma")) if by_process(found, log_ratio(v, "fma")) else "not read",
+                    next((r.facts[f"kernels_{v}"] for r in found if f"kernels_{v}" in r.facts), None),
                     processes(found),
                 )
                 for v in COMPILED
@@ -209,6 +214,7 @@ def compiled(view: View) -> list:
         Column(name="time", unit="us"),
         Column(name="fma", unit="us"),
         Column(name="time over fma", unit="x"),
+        Column(name="kernels a call"),
         Column(name="processes"),
     )
     if not lines:
@@ -219,7 +225,7 @@ def compiled(view: View) -> list:
             columns=names,
             rows=lines,
             sources=used,
-            note='torch.compile of "upcast, then multiply". It upcasts in registers, in an order of its own that no one promises.',
+            note='torch.compile of "upcast, then multiply", in an order of its own that no one promises.',
         )
     ]
 
@@ -262,8 +268,14 @@ def _prefill_line(rows: Sequence[Row], m: int, variant: str) -> tuple:
     us = middle(rows, time_us(variant))
     speed = None if us is None else 2 * m * 4096 * 4096 / us / 1e6
     ratio = "1" if variant == "sgemm" else over_processes(rows, log_ratio("sgemm", variant))
-    error = middle(rows, lambda r: r.metrics.get(f"error_{variant}")) if variant in ERRORS else "not read"
+    error = _error(rows, variant) if variant in ERRORS else "not read"
     return m, TITLES[variant], us, speed, ratio, error, processes(rows)
+
+
+def _error(rows: Sequence[Row], variant: str) -> float | str | None:
+    """The mean error; where no variant of any contest errs, its inputs had sums that fp32 holds, and nothing was learnt."""
+    told = [r.metrics[f"error_{v}"] for r in rows for v in ERRORS if f"error_{v}" in r.metrics]
+    return EXACT_SUMS if told and not any(told) else middle(rows, lambda r: r.metrics.get(f"error_{variant}"))
 
 
 # ---- bytes ---------------------------------------------------------------------------------------------------------------------
@@ -281,8 +293,9 @@ def bytes_moved(view: View) -> list:
         ]
     lines, used = [], []
     for device, rows in found:
-        used += rows
-        for r in rows:
+        shapes = dict.fromkeys((r.params["rows"], r.params["n"], r.params["k"]) for r in rows)
+        for r in (r for shape in shapes for r in of_shape(rows, *shape)):
+            used.append(r)
             shape = f"M={r.params['rows']}, {r.params['n']}x{r.params['k']}"
             lines += [
                 (TITLES[t["variant"]], device, shape, t["read"] / 1e6, t["written"] / 1e6, t["per_weight"], FLOOR_BYTES[t["variant"]], t["kernels"])

@@ -7,18 +7,20 @@ evidence(view)          # [Table]: few SMs, other architectures' code, other eng
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from studies.determinism.bits import equal_texts, equal_training, text_digests
+from studies.determinism.bits import REQUIRED, equal_texts, equal_training, engines_missing, evidence_cases, evidence_rows, sources_of, text_references, training_reference
+from studies.determinism.fresh import fresh
 from studies.determinism.exhibits_matrix import packed
 from studies.determinism.shown import MISSING, STALE, TITLES, by_device, counted, known
 from suite.claims import Row, View
-from suite.exhibit import Column, Matrix, Prose, Table
+from suite.exhibit import Column, Matrix, MatrixCell, Prose, Table
 
 TITLE = "Do whole texts have the same bits?"
 NOTE = (
     "SmolLM2-135M-Instruct with its real weights writes a text for each prompt; a prompt is equal where its tokens and every logit of every "
     "step have the bits of the CPU's plain run. "
-    "The CPU's plain batches are the reference and equal themselves."
+    "Reference: the CPU's plain batches, with which the others are compared."
 )
 _FIELDS = ("prompts", "new_tokens", "batch", "chunk", "pad_to", "cache", "graph", "sampled", "ranks")
 Belongs = Callable[[Row], bool]
@@ -79,70 +81,86 @@ def _matrix(view: View, rows: Sequence[Row], families: Sequence[str], shown: Seq
             if row is None:
                 line.append(counted(0, 0, 0, None))
                 continue
-            sources, digests = text_digests(view, family, row.params["sampled"])
+            found, sources = _cell(view, row)
             used += [r for r in (row, *sources) if r not in used]
-            line.append(counted(*equal_texts(row, digests), row))
+            line.append(found)
         cells.append(line)
     return Matrix(
         title=title, row_labels=[TITLES[f] for f in families], column_labels=[label for label, _ in shown], cells=cells, note=NOTE, sources=used
     )
 
 
+def _cell(view: View, row: Row) -> tuple[MatrixCell, list[Row]]:
+    """A run against the CPU's texts, and the rows that hold them."""
+    references = text_references(view, row)
+    sources = sources_of(references)
+    if [r.bundle_id for r in sources] == [row.bundle_id]:
+        return MatrixCell(state="equal", text="reference" + STALE * row.stale, detail="the family's other texts are compared with these"), sources
+    oldest = next((r for r in (row, *sources) if r.stale), row)
+    return counted(*equal_texts(row, references), oldest), sources
+
+
 # ---- attempts to break the bits ------------------------------------------------------------------------------------------------
 
-# measure, parameter, its values in the preset gpu, what is asked, what it is equal to
+# measure, what is asked, what it is equal to
 ATTEMPTS = (
-    ("stress", "sms", (8, 16, 32, 64, 96, 128), "golden questions on {} SMs", "the golden manifest"),
-    ("foreign", "architecture", (80, 89), "golden questions by sm_{} code", "the golden manifest"),
-    ("engines", "products", ("b6", "b9"), "integer {} by every engine", "the first engine, on a CPU"),
+    ("stress", "golden questions on {} SMs", "the golden manifest"),
+    ("foreign", "golden questions by sm_{} code", "the golden manifest"),
+    ("engines", "integer {} by every engine", "the reference engine, on a CPU"),
 )
 
 
 def evidence(view: View) -> list:
     """Each attempt with its equal cases of all, by device; what was not run says so."""
     lines, used = [], []
-    for measure, name, values, question, against in ATTEMPTS:
-        rows = view.rows(measure=measure)
-        used += rows
-        for value in dict.fromkeys([*values, *(r.params[name] for r in rows)]):
-            lines += [_attempt(r, question.format(value), against) for r in rows if r.params[name] == value]
-        if absent := [str(v) for v in values if v not in {r.params[name] for r in rows}]:
+    for measure, question, against in ATTEMPTS:
+        devices = {device: evidence_rows(view, measure, device) for device, _ in by_device(view.rows(measure=measure))}
+        for value in dict.fromkeys([*REQUIRED[measure][1], *(value for by_value in devices.values() for value in by_value)]):
+            found = [r for device, by_value in devices.items() for r in by_value.get(value, ()) if r.device == device]
+            lines += [_attempt(r, value, question.format(value), against) for r in found]
+            used += [r for r in found if r not in used]
+        if absent := [str(v) for v in REQUIRED[measure][1] if not any(v in by_value for by_value in devices.values())]:
             lines.append((question.format(", ".join(absent)), "no run", "-", against, MISSING))
-    training = view.rows(measure="training")
-    lines += _training(training)
+    training, behind = _training(view.rows(measure="training"))
+    lines += training
     return [
         Table(
             title="Attempts to break the bits",
             columns=[Column(name=n) for n in ("attempt", "device", "equal of all", "equal to", "result")],
             rows=lines,
-            sources=[*used, *training],
+            sources=[*used, *behind],
             note="A green context leaves a kernel that many SMs; sm_80 and sm_89 code is PTX of other architectures, compiled by the driver "
-            "for the GPU at hand. The training step compares the loss, every gradient, "
+            "for the GPU at hand. Questions that launch no kernel there are not counted. The training step compares the loss, every gradient, "
             "parameter and moment after each step.",
         )
     ]
 
 
-def _attempt(row: Row, question: str, against: str) -> tuple:
-    cases = row.record("cases")
+def _attempt(row: Row, value: Any, question: str, against: str) -> tuple:
+    cases = evidence_cases(row, value)
     equal, failed = sum(bool(c["equal"]) for c in cases), sum(bool(c.get("error")) for c in cases)
     result = ("all equal" if equal == len(cases) else f"{len(cases) - equal} differ") if cases else MISSING
     result += f", {failed} of them did not run" if failed else ""
     result += f"; {len(row.record('loaded'))} kernels loaded as that code" if "loaded.json" in row.files else ""
+    result += f"; not there: {', '.join(absent)}" if (absent := engines_missing(row)) else ""
     return question, row.device, f"{equal}/{len(cases)}", against, result + (f" {STALE}" if row.stale else "")
 
 
-def _training(rows: Sequence[Row]) -> list[tuple]:
-    """One line a GPU: its tensors with the CPU's digests."""
-    cpu, lines = [r for r in rows if r.params["device"] == "cpu"], []
-    for device, found in by_device([r for r in rows if r.params["device"] == "cuda"]):
+def _training(rows: Sequence[Row]) -> tuple[list[tuple], list[Row]]:
+    """One line a GPU: its tensors with the CPU's digests; and the rows behind the lines."""
+    lines, used = [], []
+    cpu = [r for r in rows if r.params["device"] == "cpu"]
+    for device, same in by_device([r for r in rows if r.params["device"] == "cuda"]):
+        found = fresh(same)
         equal, compared, absent = equal_training([*cpu, *found])
         result = (
             f"{MISSING}: no CPU run"
             if not compared
             else "all equal"
             if equal == compared and not absent
-            else f"{compared - equal} differ, {absent} without a reference"
+            else f"{compared - equal} differ, {absent} on one side alone"
         )
         lines.append(("training step", device, f"{equal}/{compared + absent}" if compared else "-", "the CPU's training step", result))
-    return lines or [("training step on a GPU", "no run", "-", "the CPU's training step", f"{MISSING}{'; the CPU side was run' if cpu else ''}")]
+        used += [r for r in (*found, *(training_reference(rows, gpu) for gpu in found)) if r is not None and r not in used]
+    missing = f"{MISSING}{'; the CPU side was run' if cpu else ''}"
+    return (lines, used) if lines else ([("training step on a GPU", "no run", "-", "the CPU's training step", missing)], cpu)

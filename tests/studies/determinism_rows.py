@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from studies.determinism.bits import REQUIRED
 from studies.determinism.golden_manifest import read
 from suite.claims import Row, View
 from suite.identity import canonical_json, sha256_file
@@ -95,9 +96,9 @@ class Rows:
 
     # ---- linear layers ----
 
-    def oracle(self, family: str) -> Row:
-        digests = [{"operator": o, "digests": {str(r): f"{family} {o} {r}" for r in ROWS}} for o in OPERATORS]
-        return self.add("cells:oracle", {"family": family, "engine": "auto"}, records={"oracle": digests})
+    def oracle(self, family: str, engine: str = "auto", *, wrong: int = 0, **fields: Any) -> Row:
+        digests = [{"operator": o, "digests": {str(r): f"{family} {o} {r}" + " wrong" * (i < wrong) for r in ROWS}} for i, o in enumerate(OPERATORS)]
+        return self.add("cells:oracle", {"family": family, "engine": engine}, records={"oracle": digests}, **fields)
 
     def operators(self, impl: str, device: str, rows: int = 64, *, wrong: int = 0, kernel: Mapping | None = None, **fields: Any) -> Row:
         """Digests of the family's oracle, `wrong` of them others."""
@@ -118,7 +119,7 @@ class Rows:
 
     # ---- whole texts and evidence ----
 
-    def texts(self, family: str, device: str, *, prompts: int = 3, wrong: int = 0, **schedule: Any) -> Row:
+    def texts(self, family: str, device: str, *, prompts: int = 3, wrong: int = 0, fields: Mapping[str, Any] | None = None, **schedule: Any) -> Row:
         params = {
             "family": family,
             "device": "cuda" if device.startswith("NVIDIA") else "cpu",
@@ -137,7 +138,7 @@ class Rows:
             {"prompt": i, "tokens": [1, 2], "digest": f"{family} {params['sampled']} {i}" + " wrong" * (i < wrong), "first_logits": "x"}
             for i in range(prompts)
         ]
-        return self.add("whole_model:generation", params, records={"texts": texts}, device=device)
+        return self.add("whole_model:generation", params, records={"texts": texts}, device=device, **(fields or {}))
 
     def counted(self, measure: str, params: Mapping[str, Any], cases: list[dict] = CASES, device: str = H200, **fields: Any) -> Row:
         return self.add(
@@ -149,28 +150,36 @@ class Rows:
             **fields,
         )
 
-    def training(self, device: str, loss: str = "a") -> Row:
+    def required(self, measure: str, cases: list[dict] = CASES, device: str = H200, **fields: Any) -> None:
+        """A row of each value that the claim on `measure` needs."""
+        name, values = REQUIRED[measure]
+        for value in values:  # one row each; `stress` may also answer for several at once
+            self.counted(measure, {name: value}, cases, device, **fields)
+
+    def training(self, device: str, loss: str = "a", *, more: Mapping[str, str] | None = None, steps: int = 1, **fields: Any) -> Row:
         return self.add(
             "evidence:training",
-            {"device": "cuda" if device.startswith("NVIDIA") else "cpu", "steps": 1},
-            records={"digests": {"loss": loss, "gradient": "b"}},
+            {"device": "cuda" if device.startswith("NVIDIA") else "cpu", "steps": steps},
+            records={"digests": {"loss": loss, "gradient": "b", **(more or {})}},
             device=device,
+            **fields,
         )
 
-    def verify(self, device: str, kernels: list[dict] | None = None) -> Row:
+    def verify(self, device: str, kernels: list[dict] | None = None, *, answered: int | None = None, questions: str = "") -> Row:
+        """The manifest's answers to the first `answered` questions, by default to all."""
         golden = [
             {"operator": q.operator, "case": q.case, "input_digest": q.input_digest, "output_digest": q.output_digest} for q in read().questions
         ]
         return self.add(
             "verify_cells:verify",
-            {"device": "cuda" if device.startswith("NVIDIA") else "cpu"},
-            records={"golden": golden, "kernels": kernels or []},
+            {"device": "cuda" if device.startswith("NVIDIA") else "cpu", "questions": questions},
+            records={"golden": golden[:answered], "kernels": kernels or []},
             device=device,
         )
 
     # ---- flips ----
 
-    def flips(self, impl: str, batch: int, tokens: list[list[int]], *, top1: float = 0.5, device: str = H200) -> Row:
+    def flips(self, impl: str, batch: int, tokens: list[list[int]], *, top1: float = 0.5, device: str = H200, **fields: Any) -> Row:
         tokens_PT = np.array(tokens, dtype=np.int32)
         gap = np.tile(np.arange(1, tokens_PT.shape[1] + 1, dtype=np.float32) / 10, (len(tokens), 1))
         arrays = {
@@ -180,7 +189,7 @@ class Rows:
             "ends": np.full(len(tokens), tokens_PT.shape[1], np.int32),
         }
         return self.add(
-            "flips:texts", {"impl": impl, "batch": batch, "prompts": len(tokens), "new_tokens": tokens_PT.shape[1]}, arrays=arrays, device=device
+            "flips:texts", {"impl": impl, "batch": batch, "prompts": len(tokens), "new_tokens": tokens_PT.shape[1]}, arrays=arrays, device=device, **fields
         )
 
     def labels(self, impl: str, batch: int, margins: list[float], accuracy: float, device: str = H200) -> Row:
@@ -194,12 +203,12 @@ class Rows:
 
     # ---- time ----
 
-    def contest(self, m: int, n: int, times_us: Mapping[str, float], *, device: str = H200, k: int = 4096, **fields: Any) -> Row:
+    def contest(self, m: int, n: int, times_us: Mapping[str, float], *, device: str = H200, k: int = 4096, error: float = 1e-8, **fields: Any) -> Row:
         """One process: `times_us` of each variant; fma reads weights at half of the copy's bandwidth. Errors and calls without graphs too."""
         metrics = {f"{v}_us": t for v, t in times_us.items()} | {
-            f"log_ratio_{v}": math.log(t / times_us["fma"]) for v, t in times_us.items() if v not in ("fma", "bf16_compiled")
+            f"log_ratio_{v}": math.log(t / times_us["fma"]) for v, t in times_us.items() if v != "fma"
         }
-        metrics |= {"log_bandwidth_share": math.log(0.5), "error_fma": 1e-8, "error_sgemm": 2e-8} | {
+        metrics |= {"log_bandwidth_share": math.log(0.5), "error_fma": error, "error_sgemm": 2 * error} | {
             f"{v}_eager_us": 2 * t for v, t in times_us.items()
         }
         return self.add(
@@ -211,8 +220,11 @@ class Rows:
             **fields,
         )
 
-    def serving(self, ms: Mapping[str, float], *, device: str = H200, replicate: int = 0) -> Row:
-        """One process of the 7B-shaped decoder: a decode step takes `ms`, a prefill a hundred times that for 512 tokens, four hundred for 2048."""
+    def serving(self, ms: Mapping[str, float], *, device: str = H200, replicate: int = 0, only: Mapping[str, tuple[int, ...]] | None = None, **fields: Any) -> Row:
+        """One process of the 7B-shaped decoder: a decode step takes `ms`, a prefill a hundred times that for 512 tokens, four hundred for 2048.
+
+        only: variant -> the batches at which it was decoded; by default all.
+        """
         shapes = [("decode", b, 1024, 1) for b in (1, 8)] + [("prefill", 1, t, t / 5.12) for t in (512, 2048)]
         phases = [
             {
@@ -220,7 +232,7 @@ class Rows:
                 "batch": b,
                 "tokens": t,
                 "ms": {v: x * scale for v, x in ms.items()},
-                "log_ratio": {v: math.log(x / ms["fma"]) for v, x in ms.items() if v != "fma"},
+                "log_ratio": {v: math.log(x / ms["fma"]) for v, x in ms.items() if v != "fma" and (p != "decode" or b in (only or {}).get(v, (b,)))},
                 "log_control": 0.0,
             }
             for p, b, t, scale in shapes
@@ -231,6 +243,7 @@ class Rows:
             records={"phases": phases},
             device=device,
             replicate=replicate,
+            **fields,
         )
 
     def everything(self) -> View:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from studies.determinism import exhibits_audit, exhibits_flips, exhibits_matrix, exhibits_texts, peers
+from studies.determinism.bits import REQUIRED
 from studies.determinism.exhibits import exhibits
 from studies.determinism.exhibits_matrix import MAX_COLUMNS, matrices, packed
 from studies.determinism.shown import STALE
@@ -172,7 +173,7 @@ def test_texts_are_equal_prompt_by_prompt_and_a_wrong_one_shows(rows):
     rows.texts("fma", CPU, batch=8), rows.texts("fma", H200, batch=64, graph=True, wrong=1), rows.texts("fma", H200, batch=8, sampled=True)
     (matrix,) = exhibits_texts.texts(rows.view())
     assert matrix.column_labels == [f"{CPU}, batch 8", f"{H200}, batch 64 CUDA graph", f"{H200}, batch 8 sampled"]
-    assert [(c.state, c.text) for c in matrix.cells[0]] == [("equal", "3/3"), ("partial", "2/3"), ("not_measured", "")]  # no CPU sampled
+    assert [(c.state, c.text) for c in matrix.cells[0]] == [("equal", "reference"), ("partial", "2/3"), ("not_measured", "")]  # no CPU sampled
 
 
 def test_families_share_columns_and_one_label_never_stands_for_two_schedules(rows):
@@ -200,8 +201,9 @@ def test_attempts_count_equal_cases_and_say_what_was_not_run(rows):
     lines = {r[0]: r[1:] for r in table.rows}
     assert lines["golden questions on 8 SMs"] == (H200, "4/4", "the golden manifest", "all equal")
     assert lines["golden questions by sm_80 code"][3] == "1 differ, 1 of them did not run"
-    assert lines["training step"] == (H200, "1/2", "the CPU's training step", "1 differ, 0 without a reference")
-    assert lines["golden questions on 16, 32, 64, 96, 128 SMs"][3] == lines["integer b6, b9 by every engine"][3] == "NOT MEASURED HERE"
+    assert lines["training step"] == (H200, "1/2", "the CPU's training step", "1 differ, 0 on one side alone")
+    others = ", ".join(str(n) for n in REQUIRED["stress"][1] if n != 8)
+    assert lines[f"golden questions on {others} SMs"][3] == lines["integer b6, b9 by every engine"][3] == "NOT MEASURED HERE"
 
 
 def test_foreign_code_says_how_many_kernels_were_loaded_as_such(rows):
@@ -301,6 +303,25 @@ def test_flips_of_two_gpu_models_are_tables_of_their_own(rows):
         column(found[f"{exhibits_flips.TITLE}, {H200}"], "texts that diverge")[0][0] == 0
         and column(found[f"{exhibits_flips.TITLE}, {L4}"], "texts that diverge")[0][0] == 100
     )
+
+
+def test_batches_of_older_code_are_not_compared_with_todays(rows):
+    rows.flips("bf16", 1, [[1, 3]] * 3, stale=True), rows.flips("bf16", 8, [[1, 2]] * 3), rows.flips("bf16", 64, [[1, 2]] * 3)
+    table = tables(exhibits_flips.flips(rows.view()))[exhibits_flips.TITLE]
+    assert column(table, "batches") == ["8 and 64"] and not any(r.stale for r in table.sources)
+
+
+def test_a_target_that_two_machines_audited_is_shown_by_todays_code(rows):
+    rows.counted("audit", {"target": "sm_90"}, audit_cases("sm_90"), device=CPU)
+    rows.counted("audit", {"target": "sm_90"}, audit_cases("sm_90", equal=False, problems=["old"]), device=OTHER_CPU, stale=True)
+    table = tables(exhibits_audit.audit(rows.view()))["Kernels by target"]
+    assert table.rows[0][1] == "PASS" and not any(r.stale for r in table.sources)
+
+
+def test_attempts_count_no_case_that_launched_nothing(rows):
+    idle = [{"operator": "linear", "case": "a", "equal": True, "error": "", "launches": n} for n in (0, 3)]
+    rows.counted("stress", {"sms": 8}, idle)
+    assert {r[0]: r[2] for r in exhibits_texts.evidence(rows.view())[0].rows}["golden questions on 8 SMs"] == "1/1"
 
 
 def test_the_larger_question_is_shown_where_two_were_asked(rows):

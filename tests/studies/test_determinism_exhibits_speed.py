@@ -89,6 +89,37 @@ def test_prefill_gives_speed_and_error_beside_sgemms(rows):
     ] == [1e-8, 2e-8, None]
 
 
+def test_no_error_is_told_of_inputs_whose_sums_are_exact(rows):
+    for replicate in range(2):
+        rows.contest(4096, 4096, {"fma": 3000.0, "sgemm": 2700.0}, replicate=replicate, error=0.0)
+    (table,) = exhibits_speed.prefill(rows.view())
+    assert column(table, "mean error") == [exhibits_speed.EXACT_SUMS] * 2
+
+
+def test_times_of_older_code_are_left_out_where_todays_are_there(rows):
+    for replicate in range(2):
+        rows.contest(1, 4096, {"fma": 10.0, "sgemm": 90.0}, replicate=replicate, stale=True), rows.contest(1, 4096, {"fma": 10.0, "sgemm": 20.0}, replicate=replicate)
+        rows.contest(1, 14336, {"fma": 10.0, "sgemm": 30.0}, replicate=replicate, stale=True)
+    found = tables(exhibits_speed.decode(rows.view()))
+    today, old = (found[f"Decode, weights {n}x4096: time of the others over fma"] for n in (4096, 14336))
+    assert column(today, "fp32 SGEMM")[0][0] == pytest.approx(2.0, rel=EXACT_INTERVAL) and column(today, "processes") == [2]
+    assert not any(r.stale for r in today.sources) and all(r.stale for r in old.sources) and column(old, "fp32 SGEMM")[0][0] == pytest.approx(3.0, rel=EXACT_INTERVAL)
+
+
+def test_a_compiled_bf16_program_in_a_plain_contest_is_one_of_its_columns(rows):
+    for replicate in range(2):
+        rows.contest(1, 4096, {"fma": 10.0, "bf16": 12.0, "bf16_compiled": 11.0}, replicate=replicate)
+    table = tables(exhibits_speed.decode(rows.view()))["Decode, weights 4096x4096: time of the others over fma"]
+    assert column(table, "bf16, compiled")[0][0] == pytest.approx(1.1, rel=EXACT_INTERVAL)
+
+
+def test_the_note_says_for_which_family_each_claim_is_judged(rows):
+    rows.timings()
+    found = tables([*exhibits_speed.decode(rows.view()), *exhibits_serving.serving(rows.view())])
+    layer, decoder = (found[t].note for t in ("Decode, weights 4096x4096: time of the others over fma", "A 7B-shaped decoder: decode, ratios"))
+    assert "decode_vs_layercast for fma" in layer and "exactness_cost for fma" in decoder and all("a model runs in one family" in note for note in (layer, decoder))
+
+
 def test_bytes_a_weight_are_the_profilers(rows):
     rows.timings()
     (table,) = exhibits_speed.bytes_moved(rows.view())
@@ -119,6 +150,15 @@ def test_a_mix_is_the_prefill_plus_its_steps_and_is_called_derived(rows):
     table = serving(rows)["A 7B-shaped decoder: mixes (derived)"]
     first = table.rows[0]  # prompt 512, output 64: fma 400 ms + 64 * 4 ms
     assert first[:3] == (512, 64, pytest.approx(0.656)) and first[7][0] == pytest.approx((2000 + 64 * 20) / 656) and table.note.startswith("Derived")
+
+
+def test_phases_of_older_code_are_left_out_where_todays_are_there(rows):
+    for replicate in range(2):
+        rows.serving({"fma": 4.0, "layercast": 99.0}, replicate=replicate, stale=True)
+    found = serving(rows)
+    assert [t for t in found.values() if any(r.stale for r in t.sources)] == [] and len(found) == 5
+    assert found["A 7B-shaped decoder: decode, ratios"].rows[0][3][0] == pytest.approx(5.0, rel=EXACT_INTERVAL)
+    assert column(found["A 7B-shaped decoder: decode"], "processes") == [2, 2]
 
 
 def test_one_process_gives_times_and_no_interval(rows):
