@@ -4,8 +4,8 @@
 
 Each kind of GPU cell names its tasks below, and a test holds the table to the cells. Kernels depend on a launch's types, options and
 constants, and of its integers only on which are 1 or multiples of 16: so shapes are the cells' own, and what costs time is left out: 2
-layers instead of 30, random weights, one set of operands instead of 40, one round. Cells over several GPUs are not prepared, and neither
-are few SMs, which run the golden questions' kernels. Importing it imports neither torch nor kernels.
+layers instead of 30, random weights, one set of operands instead of 40, one round. Cells over several GPUs are not prepared. Importing it
+imports neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _asked(task: WarmTask) -> str:
 
 
 def _unique(tasks: list[WarmTask]) -> list[WarmTask]:
-    return list({_asked(t): t for t in reversed(tasks)}.values())[::-1]
+    return list({_asked(t): t for t in tasks}.values())
 
 
 def _task(function: str, cell: Cell, part: str = "", **params: Any) -> WarmTask:

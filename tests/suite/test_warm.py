@@ -37,25 +37,22 @@ def hang(device):
     time.sleep(3600)
 
 def compiled(device):
-    import torch
-    from kernels.exact.audit.specimen import captured, compile_specimen
+    """A kernel as a cell's own launch compiles it, and as code of another architecture."""
+    import torch, triton
+    from kernels.exact.audit.specimen import captured, compile_specimen, source_class, target_of
     from kernels.exact.norm import rmsnorm
-    (specimen,) = captured("rmsnorm", lambda: rmsnorm(torch.ones(4, 64), torch.ones(64)), family="elementwise")
-    for target in ("sm_80", "sm_90"):
-        compile_specimen(specimen, target)
+    (s,) = captured("rmsnorm", lambda: rmsnorm(torch.ones(4, 64), torch.ones(64)), family="elementwise")
+    place = target_of("sm_90")
+    options, signature, constants, attrs, _ = s.packed(place)
+    triton.compile(source_class(s.kernel)(s.kernel, signature, constants, attrs), target=place, options=options.__dict__)
+    compile_specimen(s, "sm_80")
 '''
-# what a cell's own launch asks of the compiler, without the audit's settings
-PLAIN = '''
-import torch, triton
+WORKER = '''
 from triton import knobs
-from kernels.exact.audit.specimen import captured, source_class, target_of
-from kernels.exact.norm import rmsnorm
+from studies.toy.warm_tasks import compiled
 found = []
 knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
-(s,) = captured("rmsnorm", lambda: rmsnorm(torch.ones(4, 64), torch.ones(64)), family="elementwise")
-place = target_of("sm_90")
-options, signature, constants, attrs, _ = s.packed(place)
-triton.compile(source_class(s.kernel)(s.kernel, signature, constants, attrs), target=place, options=options.__dict__)
+compiled("cpu")
 print(found)
 '''
 
@@ -120,9 +117,8 @@ def test_kernels_compiled_ahead_are_found_by_a_worker(warm, checkout, tmp_path):
     assert "0 kernels compiled" in again.stdout and ", 2 found" in again.stdout
     env, _ = worker_environment({**checkout.env, "TRITON_CACHE_DIR": str(tmp_path / "triton")}, threads=1)
     env["PYTHONPATH"] = str(checkout.path)
-    (checkout.path / "plain.py").write_text(PLAIN)
-    done = subprocess.run([sys.executable, "plain.py"], cwd=checkout.path, env=env, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "[True]", done.stderr
+    done = subprocess.run([sys.executable, "-c", WORKER], cwd=checkout.path, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[True, True]", done.stderr
 
 
 def test_a_task_that_hangs_costs_itself():
