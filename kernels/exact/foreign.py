@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from unittest import mock
 
 import torch
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from kernels.exact.audit.specimen import Specimen, compile_specimen, kernel_name, target_of
@@ -91,15 +92,26 @@ def parameters(specimen: Specimen, signature: dict[str, str], bound: dict[str, o
     return [*values, ctypes.c_uint64(0), ctypes.c_uint64(0)]
 
 
+_COMPILED: dict[tuple, CompiledKernel] = {}
+
+
+def _compiled(specimen: Specimen, target: str) -> tuple[CompiledKernel, dict[str, str], dict[str, object]]:
+    """(code, signature, arguments by name); compiled once a kernel, signature, constants, alignment and options."""
+    options, signature, constants, attrs, bound = specimen.packed(target_of(target))
+    key = (specimen.kernel, target, *(repr(part) for part in (signature, constants, attrs, options.__dict__)))
+    if key not in _COMPILED:
+        _COMPILED[key] = compile_specimen(specimen, target)
+    return _COMPILED[key], signature, bound
+
+
 def _launch(specimen: Specimen, architecture: int) -> ForeignLaunch:
-    compiled = compile_specimen(specimen, f"sm_{architecture}")
+    compiled, signature, bound = _compiled(specimen, f"sm_{architecture}")
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     target = re.search(r"^\.target (\S+)", ptx, re.MULTILINE)[1].rstrip(",")
     if target != f"sm_{architecture}":
         raise ValueError(f"only plain PTX is loaded as foreign code; got .target {target}; choose one of {FOREIGN}")
     if metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
         raise ValueError(f"clusters and scratch are not passed on; got {metadata.num_ctas=} {metadata.global_scratch_size=}; choose another schedule")
-    _, signature, _, _, bound = specimen.packed(target_of(f"sm_{architecture}"))
     values = parameters(specimen, signature, bound)
     device = torch.cuda.current_device()
     function = _function(ptx, metadata.name, metadata.shared, device)

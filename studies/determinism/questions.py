@@ -28,17 +28,17 @@ def questions(config: Config) -> list[Cell]:
     out += [_evidence("audit", "cpu", {"target": target}, f"static audit {target}", memory_gib=3) for target in config.audit]
     out += [_evidence("engines", "cuda", {"products": p}, f"integer engines {p}") for p in config.engines]
     out += [_evidence("foreign", "cuda", {"architecture": a}, f"sm_{a} code on this GPU") for a in config.foreign]
-    out += [_evidence("stress", "cuda", {"sms": sms}, f"golden questions on {sms} SMs") for sms in config.stress_sms]
+    out += [_stress(config.stress_sms)] if config.stress_sms else []
     out += _flips(config.flips) if config.flips else []
     out += [_traffic()] if config.traffic else []
-    out += [contest(c, replicate) for replicate in range(config.replicates) for c in config.contests]
+    out += [contest(c, replicate) for replicate in range(config.replicates) for c in config.contests if replicate < (c.replicates or config.replicates)]
     return out + ([serving(config.serving, replicate) for replicate in range(config.replicates)] if config.serving else [])
 
 
 def _operators(config: Config) -> Iterator[Cell]:
     """Capture, oracles, and one cell per implementation and schedule."""
     captured = Cell(study=STUDY, measure=f"{HERE}.cells:capture", params={"layers": list(config.layers), "sequences": config.sequences, "tokens": config.tokens},
-                    assets=("smollm2-135m-instruct", "own-prompts"), label="capture", needs=Needs(memory_gib=3))
+                    assets=MODEL, label="capture", needs=Needs(memory_gib=3))
     used = {*(config.cpu_impls if config.cpu_schedules else ()), *(config.gpu_impls if config.gpu_rows else ())}
     oracles = {family: oracle(captured, family) for family in ("fma", "integer", "integer-b9") if family == "fma" or family in used}
     yield captured
@@ -74,6 +74,12 @@ def texts(t: Texts, schedule: Mapping[str, Any], device: str, ranks: int) -> Cel
 
 def _evidence(measure: str, device: str, params: dict[str, Any], label: str, memory_gib: float = 2) -> Cell:
     return Cell(study=STUDY, measure=f"{HERE}.evidence:{measure}", params=params, label=label, needs=Needs(device=device, memory_gib=memory_gib, time_limit_s=1800))
+
+
+def _stress(sms: tuple[int, ...]) -> Cell:
+    """One cell for all numbers of SMs: compilers and drivers start once. A process of its own: what it loads belongs to its contexts."""
+    return Cell(study=STUDY, measure=f"{HERE}.evidence:stress", params={"sms": list(sms)}, label=f"golden questions on {', '.join(map(str, sms))} SMs",
+                needs=Needs(device="cuda", memory_gib=2, time_limit_s=1800, fresh_process=True))
 
 
 def _flips(f: Flips) -> list[Cell]:

@@ -1,10 +1,11 @@
 """Bytes moved per weight in decode, by the profiler's own counters.
 
-    weight_bytes(ctx, rows=1, n=14336, k=4096, variants=["fma", "integer", "layercast", "sgemm", "bf16"])
+    weight_bytes(ctx, rows=1, n=14336, k=4096, variants=["fma", "integer", "layercast"])
     python -m studies.determinism.traffic fma 1 14336 4096          # the program that is profiled
 
 `ncu` counts the bytes that every kernel of one call read from and wrote to the card's memory (`dram__bytes_read.sum`,
-`dram__bytes_write.sum`), after other weights have passed through the L2. Clocks are left alone.
+`dram__bytes_write.sum`), after other weights have passed through the L2. Clocks are left alone, and so are the caches: what the call
+before left there is part of the measurement. A variant is the name of a family (`studies.models.families`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from studies.models.families import FAMILIES
 from suite.measure import Context, Result
 
 COUNTERS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-_FAMILY = {"bf16": "bf16", "fma": "fma", "integer": "integer", "layercast": "layercast", "sgemm": "sgemm"}
 
 
 def weight_bytes(ctx: Context, *, rows: int, n: int, k: int, variants: list[str]) -> Result:
@@ -32,7 +32,7 @@ def weight_bytes(ctx: Context, *, rows: int, n: int, k: int, variants: list[str]
 
 def profiled(variant: str, rows: int, n: int, k: int) -> dict[str, float]:
     """Bytes of one call, over all its kernels."""
-    command = ["ncu", "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(COUNTERS),
+    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(COUNTERS),
                sys.executable, "-m", "studies.determinism.traffic", variant, str(rows), str(n), str(k)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
@@ -45,7 +45,7 @@ def profiled(variant: str, rows: int, n: int, k: int) -> dict[str, float]:
 
 def program(variant: str, rows: int, n: int, k: int) -> None:
     """One profiled call over a weight that is not in the L2."""
-    family = FAMILIES[_FAMILY[variant]]
+    family = FAMILIES[variant]
     generator = torch.Generator(device="cuda").manual_seed(1)
     handles = [family.prepare(torch.randn((n, k), generator=generator, device="cuda").to(torch.bfloat16)) for _ in range(3)]
     x_MK = torch.randn((rows, k), generator=generator, device="cuda").to(family.activations)

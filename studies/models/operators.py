@@ -6,9 +6,12 @@
     o_BTHD = ops.attention(q_BTHD, cache, span, torch.bfloat16)
 
 Legend: M tokens of all rows, K features, B rows, T new tokens of a row, H query heads, G key heads, D head_dim, P positions of a cache.
-"exact" runs an oracle on a CPU and its kernel on a GPU, with equal bits. "torch" is what a user of transformers runs: norms in fp32
-rounded to the activations' dtype, cos and sin in that dtype, `scaled_dot_product_attention` (SDPA) over the cache. No operator waits
-for the GPU when T = 1, so that a step can be captured in a CUDA graph.
+"exact" runs an oracle on a CPU and its kernel on a GPU, with equal bits. "torch" is what a user of transformers runs, and so of LayerCast,
+whose patch replaces linears only, of plain fp32 and of plain bf16: norms in fp32 rounded to the activations' dtype, cos and sin in that
+dtype, `scaled_dot_product_attention` (SDPA) over the cache. "serving" is the leanest bf16 decoder that can be made of these parts: exact's
+fused norms, rope and SwiGLU, and SDPA, which reads queries and writes outputs where they lie. Both append to SDPA's cache by one kernel,
+as "exact" does to its own, so that no baseline pays for launches that its users could spare. No operator waits for the GPU when T = 1,
+so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,15 +113,41 @@ def _make_cache(*, batch: int, tokens: int, kv_heads: int, head_dim: int, dtype:
     return TorchCache(k_BGPD=torch.zeros(shape, dtype=dtype, device=device), v_BGPD=torch.zeros(shape, dtype=dtype, device=device))
 
 
+@triton.jit(do_not_specialize=["T", "P"])
+def append_rows_kernel(
+    k_ptr, v_ptr, to_k_ptr, to_v_ptr, start_ptr, count_ptr, T, P, K_B, K_T, K_G, V_B, V_T, V_G, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements of one token of one row of k and v, to [B, G, P, D]; a token beyond its row's count or the cache is not written."""
+    b, t = (tl.program_id(0) // T).to(tl.int64), (tl.program_id(0) % T).to(tl.int64)
+    position = tl.load(start_ptr + b) + t
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    g, d = i // D, i % D
+    keep = (i < G * D) & (t < tl.load(count_ptr + b)) & (position >= 0) & (position < P)
+    k = tl.load(k_ptr + b * K_B + t * K_T + g * K_G + d, mask=keep, other=0.0)
+    v = tl.load(v_ptr + b * V_B + t * V_T + g * V_G + d, mask=keep, other=0.0)
+    to = ((b * G + g) * P + position) * D + d
+    tl.store(to_k_ptr + to, k.to(to_k_ptr.dtype.element_ty), mask=keep)
+    tl.store(to_v_ptr + to, v.to(to_v_ptr.dtype.element_ty), mask=keep)
+
+
 def _append(cache: TorchCache, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, span: Span) -> None:
-    rows = torch.arange(k_BTGD.shape[0], device=k_BTGD.device)
-    if k_BTGD.shape[1] == 1:  # an idle row writes where its next token will
-        tokens, where = torch.zeros_like(rows), span.start_B.long()
-    else:
-        rows, tokens = (torch.arange(k_BTGD.shape[1], device=rows.device) < span.count_B[:, None]).nonzero(as_tuple=True)
-        where = span.position_BT[rows, tokens]
-    cache.k_BGPD[rows, :, where] = k_BTGD[rows, tokens].to(cache.k_BGPD.dtype)
-    cache.v_BGPD[rows, :, where] = v_BTGD[rows, tokens].to(cache.v_BGPD.dtype)
+    batch, tokens, groups, dim = k_BTGD.shape
+    if not cache.k_BGPD.is_cuda:
+        rows, places = (torch.arange(tokens) < span.count_B[:, None]).nonzero(as_tuple=True)
+        where = span.position_BT[rows, places].long()
+        cache.k_BGPD[rows, :, where] = k_BTGD[rows, places].to(cache.k_BGPD.dtype)
+        cache.v_BGPD[rows, :, where] = v_BTGD[rows, places].to(cache.v_BGPD.dtype)
+        return
+    if k_BTGD.stride(3) != 1 or v_BTGD.stride(3) != 1:
+        raise ValueError(f"the elements of a head lie side by side; got {k_BTGD.stride()=} {v_BTGD.stride()=}; make k and v contiguous")
+    if not k_BTGD.numel():
+        return
+    block = min(1024, triton.next_power_of_2(groups * dim))
+    with torch.cuda.device_of(k_BTGD):
+        append_rows_kernel[(batch * tokens, triton.cdiv(groups * dim, block))](
+            k_BTGD, v_BTGD, cache.k_BGPD, cache.v_BGPD, span.start_B, span.count_B, tokens, cache.k_BGPD.shape[2], *k_BTGD.stride()[:3], *v_BTGD.stride()[:3],
+            G=groups, D=dim, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 def _attention(q_BTHD: torch.Tensor, cache: TorchCache, span: Span, dtype: torch.dtype) -> torch.Tensor:

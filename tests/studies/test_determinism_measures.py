@@ -1,4 +1,4 @@
-"""What the measure functions of the determinism study leave, on small stand-ins: whole texts, flips, labels, evidence, the 7B summary."""
+"""What the measure functions of the determinism study leave, on small stand-ins: whole texts, flips, labels, evidence, contests, the 7B summary."""
 
 import math
 from contextlib import nullcontext
@@ -7,11 +7,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.exact import foreign as foreign_code
+from kernels.exact.activations import silu
+from kernels.exact.audit.specimen import captured, compile_specimen
+from kernels.exact.integer import linear_integer_ref
 from kernels.exact.linear import linear_fma_ref
-from studies.determinism import end_to_end, evidence, flips, whole_model
+from kernels.exact.slices import digits_ref, quantise_ref, row_exponents_ref
+from studies.determinism import contests, end_to_end, evidence, flips, presets, traffic, whole_model, witness
 from studies.determinism.golden_manifest import Manifest, read
+from studies.determinism.questions import questions
+from studies.determinism.study import METRICS
 from studies.models.config import LlamaConfig
+from studies.models.operators import Span, operators
+from studies.models.prepared import prepare
 from studies.models.synthetic import philox_weights
 from suite.measure import Context
 
@@ -117,27 +127,89 @@ def few_questions() -> Manifest:
     return Manifest(versions=manifest.versions, made_with=manifest.made_with, questions=tuple(q for q in manifest.questions if q.operator in cheap))
 
 
-def test_stress_asks_every_question_and_a_wrong_answer_shows(monkeypatch):
-    asked = few_questions()
-    monkeypatch.setattr(evidence, "few_sms", lambda count, device: nullcontext())
-    monkeypatch.setattr(evidence, "read", lambda: asked)
-    good = evidence.stress(Context(device="cpu"), sms=8)
-    assert good.metrics["cases"] == good.metrics["equal_cases"] == len(asked.questions) >= 3
-    first = replace(asked.questions[0], output_digest="0" * 64)
-    monkeypatch.setattr(evidence, "read", lambda: replace(asked, questions=(first, *asked.questions[1:])))
-    assert evidence.stress(Context(device="cpu"), sms=8).metrics["equal_cases"] == len(asked.questions) - 1
+@pytest.fixture
+def few(monkeypatch) -> Manifest:
+    """Evidence over few questions, green contexts and their witness being stand-ins: 8 SMs ran, whatever was asked for."""
+    manifest = few_questions()
+    monkeypatch.setattr(evidence, "green_context", lambda count, device: count)
+    monkeypatch.setattr(evidence, "few_sms", lambda context: nullcontext())
+    monkeypatch.setattr(evidence, "distinct_sms", lambda device: 8)
+    monkeypatch.setattr(evidence, "read", lambda: manifest)
+    return manifest
 
 
-def test_engines_compare_every_engine_with_the_first_and_find_the_wrong_one(monkeypatch):
+def test_stress_asks_every_question_at_every_number_of_sms_and_a_wrong_answer_shows(few, monkeypatch):
+    good = evidence.stress(Context(device="cpu"), sms=[8, 64])
+    assert good.metrics["cases"] == good.metrics["equal_cases"] == 2 * len(few.questions) >= 6
+    assert [c["sms"] for c in good.records["cases"]] == [8] * len(few.questions) + [64] * len(few.questions)
+    assert good.records["limits"] == [{"sms": 8, "seen": 8}, {"sms": 64, "seen": 8}] and good.facts["seen"] == "8,8"
+    assert {c["launches"] for c in good.records["cases"]} == {0}  # a CPU launches nothing
+    first = replace(few.questions[0], output_digest="0" * 64)
+    monkeypatch.setattr(evidence, "read", lambda: replace(few, questions=(first, *few.questions[1:])))
+    assert evidence.stress(Context(device="cpu"), sms=[8]).metrics["equal_cases"] == len(few.questions) - 1
+
+
+def test_stress_is_refused_where_the_witness_saw_more_sms_than_were_asked_for(few, monkeypatch):
+    monkeypatch.setattr(evidence, "distinct_sms", lambda device: 132)
+    with pytest.raises(AssertionError, match="132 SMs ran programs where 8 were asked for"):
+        evidence.stress(Context(device="cpu"), sms=[8])
+
+
+def test_launches_are_counted_question_by_question(few, monkeypatch):
+    launched: list[str] = []
+    answer = evidence.asked
+    monkeypatch.setattr(evidence, "asked", lambda q, device: launched.extend(["kernel"] * (q.operator == "silu")) or answer(q, device))
+    cases = evidence.golden_cases("cpu", launched, sms=8)
+    assert {(c["operator"], c["launches"]) for c in cases} >= {("silu", 1), ("exp", 0)} and all(c["launches"] == (c["operator"] == "silu") for c in cases)
+
+
+def test_the_witness_compiles_and_reads_the_sm_number():
+    specimen = captured("witness", lambda: witness.sm_id_kernel[(8,)](torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32), STEPS=4), family="elementwise")[0]
+    assert "%smid" in compile_specimen(specimen, "sm_90").asm["ptx"] and witness.PROGRAMS >= 4096
+
+
+def test_triton_launches_lists_kernels_by_name(monkeypatch):
+    monkeypatch.setattr(witness.JITFunction, "run", lambda kernel, *args, grid, warmup, **options: None)  # nothing runs on a CPU
+    with witness.triton_launches() as names:
+        silu(torch.ones(4))
+        silu(torch.ones(0))
+    silu(torch.ones(4))
+    assert names == ["elementwise_kernel"]
+
+
+def test_foreign_code_is_compiled_once_a_launch_that_differs(monkeypatch):
+    made = []
+    compiling = foreign_code.compile_specimen
+    monkeypatch.setattr(foreign_code, "_COMPILED", {})
+    monkeypatch.setattr(foreign_code, "compile_specimen", lambda specimen, target: made.append(target) or compiling(specimen, target))
+    for x, target in ((torch.ones(16), "sm_80"), (torch.zeros(64), "sm_80"), (torch.ones(16, dtype=torch.bfloat16), "sm_80"), (torch.ones(16), "sm_89")):
+        specimen = captured("silu", lambda x=x: silu(x), family="elementwise")[0]
+        compiled, signature, bound = foreign_code._compiled(specimen, target)
+        assert f".target {target}" in compiled.asm["ptx"] and bound["count"] == x.numel() and set(signature) == set(bound)
+    assert made == ["sm_80", "sm_80", "sm_89"]  # other values and another count of the same divisibility are the same code
+
+
+def test_engines_are_compared_with_the_reference_which_is_no_case_and_the_wrong_and_absent_are_named(monkeypatch):
     from kernels.exact import integer_engines
-    from kernels.exact.integer import linear_integer_ref
+
+    def absent(x, w, products):
+        raise RuntimeError("no such unit")
 
     made = lambda function: type("Engine", (), {"device": "cpu", "run": staticmethod(function)})  # noqa: E731
     right, wrong = (lambda x, w, products: linear_integer_ref(x, w, products=products)), (lambda x, w, products: linear_fma_ref(x, w))
     monkeypatch.setattr(evidence, "ENGINE_SHAPES", ((4, 16, 64),))
-    monkeypatch.setattr(integer_engines, "engines", lambda: {"a": made(right), "b": made(right), "c": made(wrong)})
+    monkeypatch.setattr(integer_engines, "engines", lambda: {evidence.REFERENCE: made(right), "b": made(right), "c": made(wrong), "d": made(absent)})
     result = evidence.engines(Context(device="cpu"), products="b6")
-    assert {r["engine"] for r in result.records["cases"] if not r["equal"]} == {"c"} and result.metrics["cases"] == 6.0
+    assert {r["engine"] for r in result.records["cases"] if not r["equal"]} == {"c", "d"} and result.metrics["cases"] == 6.0
+    assert all(r["engine"] != evidence.REFERENCE == r["reference"] for r in result.records["cases"])
+    assert result.facts["engines"] == "b,c" and set(result.facts["missing"].split(",")) == {*evidence.ENGINES, "d"}
+    assert {r["error"] for r in result.records["cases"] if r["engine"] == "d"} == {"RuntimeError: no such unit"}
+
+
+def test_the_named_engines_are_those_of_the_kernels():
+    from kernels.exact import integer_engines
+
+    assert {evidence.REFERENCE, *evidence.ENGINES} == {*integer_engines.engines(), "cpu_c"}
 
 
 def test_a_training_cell_leaves_a_digest_of_every_tensor_and_a_later_step_has_others():
@@ -175,6 +247,139 @@ def test_the_audit_cell_marks_a_broken_rule_and_what_was_not_built(monkeypatch):
     assert result.records["cases"][1]["problems"] == ["rule"] and result.records["cases"][0]["order"] == "proved"
 
 
+# ---------------------------------------------------------------- contests and traffic
+
+
+@pytest.fixture
+def operands(monkeypatch):
+    monkeypatch.setattr(contests, "cache_bytes", lambda device: 1 << 16)
+    return lambda rows: contests.make_operands(rows, 160, 1024, "cpu", seed=100)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 130])
+def test_a_contest_finds_a_kernel_that_adds_in_another_order(operands, rows):
+    """K reversed is the right product in another order: family A's oracle has other bits. Integer sums have no order."""
+    made = operands(rows)
+    first = made.weights_NK[0]
+    for name, reference in contests.EXACT.items():
+        contests.check(name, [reference(made.x_MK, first)], made, {})
+    with pytest.raises(AssertionError, match="differs from its CPU oracle"):
+        contests.check("fma", [linear_fma_ref(made.x_MK.flip(1), first.flip(1))], made, {})
+    contests.check("integer", [linear_integer_ref(made.x_MK.flip(1), first.flip(1))], made, {})
+    with pytest.raises(AssertionError, match="differs from its CPU oracle"):
+        contests.check("integer-b9", [linear_integer_ref(made.x_MK, first, products="b6")], made, {})
+
+
+def test_a_contest_s_activations_use_all_three_digits_and_no_two_blocks_of_rows_are_alike(operands):
+    x_MK = operands(130).x_MK
+    digits_PMK = digits_ref(quantise_ref(x_MK, row_exponents_ref(x_MK)))
+    assert all(len(plane.unique()) > 128 for plane in digits_PMK) and (digits_PMK != 0).float().mean(dim=(1, 2)).min() > 0.9
+    assert x_MK.shape == (130, 1024) and not torch.equal(x_MK[:64], x_MK[64:128]) and torch.equal(x_MK[:64].roll(7, dims=1), x_MK[64:128])
+
+
+def test_no_two_sets_of_a_contest_s_weights_are_alike_and_they_exceed_the_cache(operands):
+    made = operands(8)
+    assert len({w.float().sum(0).numpy().tobytes() for w in made.weights_NK}) == len(made.weights_NK) >= 2
+    assert len(made.weights_NK) * (2 * 160 * 1024 + 4 * 8 * 160) >= contests.ROTATED_CACHES * (1 << 16)
+
+
+def test_every_ratio_and_time_of_a_contest_is_declared():
+    asked = {v for c in presets.gpu().contests for v in c.variants} - {"copy"}
+    declared = {m.name for m in METRICS}
+    assert {f"{v}_us" for v in asked} | {f"log_ratio_{v}" for v in asked - {"fma"}} <= declared
+
+
+def test_what_is_compiled_upcasts_multiplies_and_writes_its_buffer():
+    x_MK, w_NK, out_MN = torch.ones(1, 8), torch.ones(4, 8, dtype=torch.bfloat16), torch.empty(1, 4)
+    contests.upcast_and_multiply(x_MK, w_NK, out_MN)
+    assert out_MN.tolist() == [[8.0] * 4]
+
+
+def test_the_profiler_leaves_clocks_and_caches_alone_and_its_bytes_are_summed_over_kernels(monkeypatch):
+    lines = ['"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"', '"","","byte","byte"', '"0","a","1,000","10"', '"1","b","500","5"']
+    commands = []
+    done = type("Done", (), {"stdout": "==PROF== noise\n" + "\n".join(lines), "stderr": "", "returncode": 0})
+    monkeypatch.setattr(traffic.subprocess, "run", lambda command, **options: commands.append(command) or done)
+    result = traffic.weight_bytes(Context(device="cpu"), rows=1, n=10, k=10, variants=["fma", "layercast"])
+    assert result.records["traffic"][0] == {"variant": "fma", "read": 1500.0, "written": 15.0, "kernels": 2, "per_weight": 15.15}
+    for command in commands:
+        options = dict(zip(command[1::2], command[2::2], strict=False))
+        assert options["--clock-control"] == options["--cache-control"] == "none"
+
+
+# ---------------------------------------------------------------- the presets' cells
+
+
+def test_few_replicates_are_asked_of_curves_and_five_of_what_stands_behind_a_claim():
+    starts: dict[tuple, int] = {}
+    for c in questions(presets.gpu()):
+        if c.measure.endswith(":linear"):
+            at = (c.params["rows"], c.params["n"], "layercast_compiled" in c.params["variants"])
+            starts[at] = max(starts.get(at, 0), c.replicate + 1)
+            assert ("bf16_padded" in c.params["variants"]) == (c.params["rows"] < 16 and not at[2])
+    assert {at[0] for at, count in starts.items() if count == 2} == {16, 64, 512} and {count for count in starts.values()} == {2, 5}
+
+
+def test_few_sms_are_one_cell_in_a_process_of_its_own():
+    (cell,) = (c for c in questions(presets.gpu()) if c.measure.endswith(":stress"))
+    assert cell.params["sms"] == [8, 64, 128] and cell.needs.fresh_process
+
+
+def test_the_capture_declares_the_files_that_it_reads():
+    (cell,) = (c for c in questions(presets.smoke()) if c.measure.endswith(":capture"))
+    assert set(cell.assets) == {"smollm2-135m-instruct", "smollm2-135m-instruct-bf16", "own-prompts"}
+
+
+# ---------------------------------------------------------------- what a decode step launches beside its linears
+
+
+class Dispatched(TorchDispatchMode):
+    """Names of torch's operators that compute: views and empty tensors launch nothing."""
+
+    FREE = ("slice", "select", "view", "transpose", "alias", "unsqueeze", "expand", "permute", "empty", "detach", "split", "t.")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).removeprefix("aten.")
+        if not name.startswith(self.FREE):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["exact", "serving", "torch"])
+def test_appending_a_token_is_one_launch_in_every_kind(kind):
+    """And the baseline's attention is one call of the library, without a copy before or after it."""
+    ops, heads, dim = operators(kind, torch.device("cuda")), 4, 64
+    cache = ops.make_cache(batch=8, tokens=64, kv_heads=heads, head_dim=dim, dtype=torch.bfloat16, device=torch.device("cpu"))
+    start_B, count_B = torch.full((8,), 63, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
+    span = Span(start_B=start_B, count_B=count_B, position_BT=start_B[:, None], extent=64, even=True)
+    qkv_BTHD = torch.ones((8, 1, 3 * heads, dim), dtype=torch.bfloat16)
+    with Dispatched() as seen:
+        launched = captured("append", lambda: ops.append(cache, qkv_BTHD[:, :, heads : 2 * heads], qkv_BTHD[:, :, 2 * heads :], span), family="elementwise", as_gpu=True)
+    assert len(launched) == 1 and not seen.names
+    if kind != "exact":
+        with Dispatched() as seen:
+            ops.attention(qkv_BTHD[:, :, :heads], cache, span, torch.bfloat16)
+        assert len(seen.names) == 1 and "scaled_dot_product" in seen.names[0]
+
+
+def test_the_baselines_append_kernel_compiles_and_its_cpu_form_writes_what_span_counts():
+    ops = operators("serving", torch.device("cpu"))
+    cache = ops.make_cache(batch=2, tokens=8, kv_heads=1, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
+    start_B, count_B = torch.tensor([1, 3], dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    span = Span(start_B=start_B, count_B=count_B, position_BT=start_B[:, None] + torch.arange(3), extent=8, even=False)
+    k_BTGD = torch.arange(1.0, 25.0).view(2, 3, 1, 4)
+    specimen = captured("append", lambda: ops.append(cache, k_BTGD, -k_BTGD, span), family="elementwise", as_gpu=True)[0]
+    assert compile_specimen(specimen, "sm_90").metadata.shared == 0 and not cache.k_BGPD.any()
+    ops.append(cache, k_BTGD, -k_BTGD, span)
+    expected = torch.zeros(2, 1, 8, 4)
+    expected[0, 0, 1:3] = k_BTGD[0, :2, 0]
+    assert torch.equal(cache.k_BGPD, expected) and torch.equal(cache.v_BGPD, -expected)
+
+
 # ---------------------------------------------------------------- the 7B-shaped decoder's numbers
 
 
@@ -190,6 +395,21 @@ def test_the_serving_contest_times_every_phase_of_a_small_decoder(monkeypatch):
     assert [(p["phase"], p["batch"], p["tokens"]) for p in phases] == [("decode", 1, 32), ("decode", 2, 32), ("prefill", 1, 40)]
     assert set(phases[0]["ms"]) == set(variants) and set(phases[2]["ms"]) == set(variants) - {"sgemm"}
     assert all(v > 0 for p in phases for v in p["ms"].values()) and "integer" in phases[0]["log_ratio"]
+    weights = 2 * (4 * 64 * 64 + 3 * 64 * 128) + 128 * 64
+    cache = 2 * 2 * 2 * 32 * 64  # keys and values, layers, rows, tokens, features
+    assert phases[1]["floor_bytes"] == {"fma": 2 * weights + 2 * cache, "integer": 2 * weights + 2 * cache, "layercast": 10 * weights + 4 * cache,
+                                        "sgemm": 4 * weights + 4 * cache, "bf16": 2 * weights + 2 * cache}  # fmt: skip
+    assert phases[2]["floor_flops"] == 2 * (weights - 128 * 64) * 40
+
+
+def test_layercast_shares_bf16s_matrices_and_is_still_layercast(monkeypatch):
+    weights = philox_weights(TINY, seed=3)
+    monkeypatch.setattr(end_to_end, "random_weights", lambda config, seed, device: weights)
+    shared = end_to_end.prepared(["layercast", "bf16"], Context(device="cpu"))
+    alone, bf16 = prepare(weights, family="layercast"), shared["bf16"]
+    assert list(shared) == ["layercast", "bf16"] and shared["layercast"].layers is bf16.layers and shared["layercast"].head is bf16.head
+    decoded = [end_to_end.Decoder(m, batch=1, capacity_tokens=8).prefill([[5, 9, 2]]) for m in (shared["layercast"], alone, bf16)]
+    assert torch.equal(decoded[0], decoded[1]) and not torch.equal(decoded[0], decoded[2])
 
 
 def test_a_serving_variant_with_other_bits_is_refused():
