@@ -126,13 +126,13 @@ def _times(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequ
 
 
 def _ratios(title: str, groups: Sequence[Group], known: Sequence[str], used: Sequence[Row], judged: str) -> Table:
-    lines = [(m, *(over_processes(found, log_ratio(v, "fma")) for v in known), processes(found)) for m, found in groups]
+    lines = [(str(m), *(over_processes(found, log_ratio(v, "fma")) for v in known)) for m, found in groups]
     return Table(
         title=title,
-        columns=[Column(name="M"), *(Column(name=TITLES[v], unit="x") for v in known), Column(name="processes")],
+        columns=[Column(name="M"), *(Column(name=TITLES[v], unit="x") for v in known)],
         rows=lines,
         sources=used,
-        note=f"Above 1: fma is faster. 95% intervals over process starts, Student-t. {judged}".strip(),
+        note=f"Above 1: fma is faster. 95% intervals over the process starts of the table of times, Student-t. {judged}".strip(),
     )
 
 

@@ -16,8 +16,8 @@ from suite.study import load_study, study_names
 from suite.text import clean
 
 
-def print_table(title: str, columns: tuple[str, ...], rows: list[tuple]) -> None:
-    """A table on standard output: rich where it imports and on a terminal, aligned text elsewhere."""
+def print_table(title: str, columns: tuple[str, ...], rows: list[tuple], whole: int = 0) -> None:
+    """A table on standard output: rich where it imports and on a terminal, aligned text elsewhere. The first `whole` columns are never wrapped."""
     cells = [[clean(str(c)) for c in row] for row in rows]
     try:
         import rich.box
@@ -32,8 +32,8 @@ def print_table(title: str, columns: tuple[str, ...], rows: list[tuple]) -> None
         return
     console = rich.console.Console(width=None if sys.stdout.isatty() else 140)
     table = rich.table.Table(title=title, title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
-    for name in columns:
-        table.add_column(name, overflow="fold")
+    for i, name in enumerate(columns):
+        table.add_column(name, overflow="fold", min_width=max(len(r[i]) for r in [columns, *cells]) if i < whole else None)
     for row in cells:
         table.add_row(*(rich.text.Text(c) for c in row))
     console.print(table)

@@ -96,7 +96,7 @@ def take_in(session: Session, study: Study, tracker) -> list[str]:
 
 def print_judged(study: Study, judged: list[Judged]) -> None:
     """The claim ledger as a table in the terminal."""
-    print_table(f"claims of {study.name}", ("claim", "verdict", "value [95%]", "target", "bar", "met", "n", "kind", "machine"), [_ledger_row(j) for j in judged])
+    print_table(f"claims of {study.name}", ("claim", "verdict", "value [95%]", "target", "bar", "met", "n", "kind", "machine"), [_ledger_row(j) for j in judged], whole=1)
 
 
 def _ledger_row(j: Judged) -> tuple:

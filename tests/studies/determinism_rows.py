@@ -220,12 +220,12 @@ class Rows:
             **fields,
         )
 
-    def serving(self, ms: Mapping[str, float], *, device: str = H200, replicate: int = 0, only: Mapping[str, tuple[int, ...]] | None = None, **fields: Any) -> Row:
+    def serving(self, ms: Mapping[str, float], *, device: str = H200, replicate: int = 0, batches: tuple[int, ...] = (1, 8), only: Mapping[str, tuple[int, ...]] | None = None, **fields: Any) -> Row:
         """One process of the 7B-shaped decoder: a decode step takes `ms`, a prefill a hundred times that for 512 tokens, four hundred for 2048.
 
         only: variant -> the batches at which it was decoded; by default all.
         """
-        shapes = [("decode", b, 1024, 1) for b in (1, 8)] + [("prefill", 1, t, t / 5.12) for t in (512, 2048)]
+        shapes = [("decode", b, 1024, 1) for b in batches] + [("prefill", 1, t, t / 5.12) for t in (512, 2048)]
         phases = [
             {
                 "phase": p,

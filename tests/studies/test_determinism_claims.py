@@ -1,6 +1,7 @@
 """The study's claims on rows made by hand: what counts as equal, what as missing, and which n is told."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -257,10 +258,10 @@ def test_three_architectures_need_every_fma_cell_of_the_manifest_on_each(rows, m
     assert judged(rows, "bitwise_three_archs").verdict == "UNDECIDED"
 
 
-@pytest.mark.parametrize("device", ["NVIDIA L40X", "NVIDIA GA100", "NVIDIA GH2000"])
-def test_a_card_whose_name_only_contains_anothers_is_none_of_the_three(rows, manifest, device):
+@pytest.mark.parametrize("architecture, device", [("Ampere", "NVIDIA GA100"), ("Ada", "NVIDIA L40X"), ("Hopper", "NVIDIA GH2000")])
+def test_a_card_whose_name_only_contains_anothers_is_none_of_the_three(rows, manifest, architecture, device):
     rows.oracle("fma")
-    for name in (*list(THREE.values())[:2], device):
+    for name in {**THREE, architecture: device}.values():
         rows.operators("fma", name, 1, label="fma cuda rows=1")
     assert judged(rows, "bitwise_three_archs").verdict == "NOT MEASURED HERE"
 
@@ -377,7 +378,7 @@ def test_a_family_that_lacks_a_phase_never_wins_over_a_complete_one(rows):
 
 def test_a_batch_of_the_preset_that_was_not_decoded_is_missing(rows):
     for replicate in range(5):
-        rows.serving({"fma": 4.0 * (1 + replicate / 1000), "layercast": 20.0}, replicate=replicate, only={"layercast": (1,)})
+        rows.serving({"fma": 4.0 * (1 + replicate / 1000), "layercast": 20.0}, replicate=replicate, batches=(1,))
     assert judged(rows, "decode_end_to_end").verdict == "UNDECIDED"
 
 
@@ -392,3 +393,16 @@ def test_every_claim_has_a_finding_on_a_view_with_every_question_but_the_contrib
     verdicts = {j.id: j.verdict for j in judge_all(STUDY, view)}
     unmeasured = {name for name, verdict in verdicts.items() if verdict == "NOT MEASURED HERE"}
     assert unmeasured == {"bitwise_cpu_h200", "bitwise_three_archs"}  # no label of the manifest is among the made-up rows
+
+
+@pytest.mark.parametrize("width", ["60", "80", "120"])
+def test_the_terminals_ledger_never_wraps_a_claims_name(rows, capsys, monkeypatch, width):
+    from suite.commands import look, store
+
+    rich = pytest.importorskip("rich.console")
+    monkeypatch.setattr(rich, "Console", partial(rich.Console, force_terminal=False, _environ={"COLUMNS": width}))
+    monkeypatch.setattr(look.sys.stdout, "isatty", lambda: True, raising=False)
+    contests(rows, 4096, 5, 6.0), contests(rows, 14336, 5, 6.0)
+    store.print_judged(STUDY, judge_all(STUDY, rows.view()))
+    printed = capsys.readouterr().out
+    assert all(f" {c.id} " in printed for c in STUDY.claims)
