@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.elementary import _TAIL_END, TAIL_END, erf_f32, erf_host, exp_f32, exp_host, log_f32, log_host, tail_f32, tail_host, tanh_f32, tanh_host
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 
@@ -191,31 +192,37 @@ def _check_pair(gate: torch.Tensor, up: torch.Tensor) -> None:
         raise ValueError(f"gate and up have one dtype and device; got {gate.dtype=} {up.dtype=} {gate.device=} {up.device=}; convert one")
 
 
+@on_gpu("exp")
 def exp(x: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`exp_ref` on a GPU."""
     return _run("exp", x, None, out_dtype, block, num_warps)
 
 
+@on_gpu("log")
 def log(x: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`log_ref` on a GPU."""
     return _run("log", x, None, out_dtype, block, num_warps)
 
 
+@on_gpu("tanh")
 def tanh(x: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`tanh_ref` on a GPU."""
     return _run("tanh", x, None, out_dtype, block, num_warps)
 
 
+@on_gpu("erf")
 def erf(x: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`erf_ref` on a GPU."""
     return _run("erf", x, None, out_dtype, block, num_warps)
 
 
+@on_gpu("silu")
 def silu(x: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`silu_ref` on a GPU."""
     return _run("silu", x, None, out_dtype, block, num_warps)
 
 
+@on_gpu("swiglu")
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`swiglu_ref` on a GPU. The halves of one [M, 2 F] tensor, `both[:, :F]` and `both[:, F:]`, are read where they lie."""
     _check_pair(gate, up)
@@ -231,11 +238,13 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, out_dtype: torch.dtype | Non
     return y
 
 
+@on_gpu("gelu")
 def gelu(x: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`gelu_ref` on a GPU."""
     return _run("gelu", x, None, out_dtype, block, num_warps)
 
 
+@on_gpu("gelu_erf")
 def gelu_erf(x: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`gelu_erf_ref` on a GPU."""
     return _run("gelu_erf", x, None, out_dtype, block, num_warps)

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.activations import exp_ref
 from kernels.exact.attention import BLOCK_KEYS, score_scale
 from kernels.exact.elementary import exp_f32
@@ -244,6 +245,7 @@ def key_gradient_kernel(
     tl.store(dv_ptr + place, dv, mask=keep)
 
 
+@on_gpu("attention_backward")
 def attention_backward(
     do_BTHD: torch.Tensor, o_BTHD: torch.Tensor, q_BTHD: torch.Tensor, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, *,
     block: int = 32, workspace_bytes: int = 1 << 28, num_warps: int = 4,

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from kernels.exact._chains import load8, split4, unpack8
+from kernels.exact._device import on_gpu
 from kernels.exact.activations import exp_f32
 
 __all__ = ["DecodeSchedule", "append_tokens", "decode_attention", "decode_schedule", "decode_schedules"]
@@ -235,6 +236,7 @@ def decode_values_kernel(
     tl.store(o_ptr + place * D + c3, o.to(o_ptr.dtype.element_ty), mask=r3 < rows)
 
 
+@on_gpu("attention")
 def append_tokens(k: torch.Tensor, v: torch.Tensor, capacity: int, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor) -> None:
     """Writes the new tokens into the cache's k [B, G, N, D, 64] and v [B, G, N * 64, D]; positions outside the cache are not written."""
     batch, tokens, groups, dim = k_BTGD.shape
@@ -266,6 +268,7 @@ def decode_schedule(batch_groups: int, rows: int, dim: int, max_tokens: int) -> 
     return DecodeSchedule(score_blocks=2, score_unroll=64, unroll=32, rows=2 if batch_groups <= 8 else 4)
 
 
+@on_gpu("attention")
 def decode_attention(
     q_BTHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor, max_tokens: int, scale: float,
     out_dtype: torch.dtype, schedule: DecodeSchedule | None,

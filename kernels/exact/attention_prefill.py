@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.activations import exp_f32
 
 __all__ = ["PrefillSchedule", "prefill_attention", "prefill_schedules"]
@@ -231,6 +232,7 @@ def lanes(per_thread: int, per_thread_tokens: int, columns: int, warps: int, dty
     return dict(X=x, Y=y, A=min(per_thread_tokens // 4, TILE // (4 * y)), E=e, num_warps=max(1, x * y // 32))
 
 
+@on_gpu("attention")
 def prefill_attention(
     q_BTHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor, max_tokens: int, scale: float,
     out_dtype: torch.dtype, schedule: PrefillSchedule | None,

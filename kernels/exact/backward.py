@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.activations import exp_ref
 from kernels.exact.elementary import exp_f32
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
@@ -281,6 +282,7 @@ def embedding_backward_kernel(dh_ptr, token_ptr, start_ptr, out_ptr, K, BLOCK: t
 # ---- on a GPU ------------------------------------------------------------------------------------------------------------------
 
 
+@on_gpu("linear_backward")
 def linear_backward(
     dy_MN: torch.Tensor, x_MK: torch.Tensor, w_NK: torch.Tensor, *, schedule: Schedule | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,6 +291,7 @@ def linear_backward(
     return linear_fma(dy_MN, w_NK.T, schedule=schedule), linear_fma(dy_MN.T, x_MK.T, schedule=schedule)
 
 
+@on_gpu("token_dot")
 def token_dot(a_MK: torch.Tensor, b_MK: torch.Tensor, *, block: int = 32, num_warps: int = 4) -> torch.Tensor:
     """`token_dot_ref` on a GPU; any `block` (columns a program) and `num_warps` give the same bits."""
     _check_rows(a_MK=a_MK, b_MK=b_MK)
@@ -299,6 +302,7 @@ def token_dot(a_MK: torch.Tensor, b_MK: torch.Tensor, *, block: int = 32, num_wa
     return out
 
 
+@on_gpu("rmsnorm_backward")
 def rmsnorm_backward(
     dy_MK: torch.Tensor, x_MK: torch.Tensor, w_K: torch.Tensor, *, eps: float = 1e-6, num_warps: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -312,6 +316,7 @@ def rmsnorm_backward(
     return dx, token_dot(dy, scaled, num_warps=num_warps)
 
 
+@on_gpu("swiglu_backward")
 def swiglu_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, *, block: int = 1024, num_warps: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -324,11 +329,13 @@ def swiglu_backward(
     return dgate, dup
 
 
+@on_gpu("rope_backward")
 def rope_backward(dy_BTHD: torch.Tensor, position_BT: torch.Tensor, cos_PD: torch.Tensor, sin_PD: torch.Tensor, *, num_warps: int = 2) -> torch.Tensor:
     """`rope_backward_ref` on a GPU; any `num_warps` gives the same bits."""
     return rope(dy_BTHD, position_BT, cos_PD, -sin_PD, torch.float32, num_warps=num_warps)
 
 
+@on_gpu("cross_entropy_backward")
 def cross_entropy_backward(
     logits_MV: torch.Tensor, target_M: torch.Tensor, *, ignore_index: int = -100, block: int = 1024, num_warps: int = 4
 ) -> torch.Tensor:
@@ -343,6 +350,7 @@ def cross_entropy_backward(
     return out
 
 
+@on_gpu("embedding_backward")
 def embedding_backward(dh_MK: torch.Tensor, ids_M: torch.Tensor, vocabulary: int, *, block: int = 128, num_warps: int = 4) -> torch.Tensor:
     """`embedding_backward_ref` on a GPU; any `block` and `num_warps` give the same bits. Waits for the device to check the ids."""
     _check_ids(dh_MK, ids_M, vocabulary)

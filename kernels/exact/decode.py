@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.exact._chains import GROUP, span_sum
+from kernels.exact._device import on_gpu
 from kernels.exact.order import CHUNK, span_count
 
 __all__ = ["DecodeSchedule", "PackedWeight", "decode_fma", "decode_schedule", "decode_schedules", "pack_weight"]
@@ -42,6 +43,10 @@ class PackedWeight:
     @property
     def dtype(self) -> torch.dtype:
         return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +242,7 @@ def output_buffer(out: torch.Tensor | None, m: int, n: int, device: torch.device
     return out
 
 
+@on_gpu("linear_fma")
 def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedule | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """y_MN float32 (in `out` where given) in the canonical order; any M (more than block_m tokens take more CTAs, which read W again)."""
     (m, k), n = x_MK.shape, weight.n

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.exact import _integer_c
+from kernels.exact._device import on_gpu
 from kernels.exact.ieee import assert_subnormals_kept
 from kernels.exact.slices import DTYPES, EX_NONFINITE, EX_ZERO, digits_ref, padded, quantise_ref, row_exponents_ref, slice_rows
 
@@ -219,6 +220,7 @@ def integer_finish_ref(total_MN: torch.Tensor, ex_M: torch.Tensor, weight: Integ
 # On a GPU -----------------------------------------------------------------------------------------------------------------------------
 
 
+@on_gpu("linear_integer")
 def linear_integer(x_MK: torch.Tensor, weight: IntegerWeight, *, out: torch.Tensor | None = None, schedule: object = None) -> torch.Tensor:
     """On a GPU -> y_MN float32, equal to `linear_integer_ref` bit for bit for every schedule.
 
@@ -234,6 +236,7 @@ def row_exponents(x_MK: torch.Tensor) -> torch.Tensor:
     return slice_rows(x_MK, write=False)[1]
 
 
+@on_gpu("integer_accumulate")
 def integer_accumulate(x_MK: torch.Tensor, weight: IntegerWeight, ex_M: torch.Tensor, *, schedule: object = None) -> torch.Tensor:
     """On a GPU -> T_MN int64, the exact sum over this K; T of several shards of K add up to the whole's in any order.
 
@@ -243,6 +246,7 @@ def integer_accumulate(x_MK: torch.Tensor, weight: IntegerWeight, ex_M: torch.Te
     return _multiply(planes, ex_M, weight, schedule, None, torch.int64)
 
 
+@on_gpu("integer_finish")
 def integer_finish(total_MN: torch.Tensor, ex_M: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
     """On a GPU -> y_MN float32: the sum of all shards' T, rounded once."""
     from kernels.exact.integer_decode import finish_parts

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from kernels.exact import _integer_c
+from kernels.exact._device import on_gpu
 from kernels.exact.integer import IntegerWeight, groups_of, integer_finish, linear_integer, linear_integer_ref, prepare_integer
 from kernels.exact.integer_decode import IntegerDecodeSchedule
 from kernels.exact.integer_prefill import IntegerPrefillSchedule
@@ -123,6 +124,7 @@ def dp4a_kernel(x_ptr, w_ptr, out_ptr, M, N, W, x_plane, w_plane, BM: tl.constex
     tl.store(out_ptr + (m.to(tl.int64) * N)[:, None] + n[None, :], total, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
+@on_gpu("linear_integer")
 def dp4a_totals(x_PMK: torch.Tensor, w_PNK: torch.Tensor, products: str) -> torch.Tensor:
     """T_MN int64 by packed byte products (planes with rows of a multiple of 4 digits, as slices.py makes them)."""
     m, n = x_PMK.shape[1], w_PNK.shape[1]

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 
 __all__ = [
@@ -210,6 +211,7 @@ def _options(k: int, num_warps: int | None) -> dict:
     return dict(STEPS=steps, num_warps=num_warps or (4 if steps <= 8 else 8 if steps <= 16 else 16), enable_fp_fusion=False)
 
 
+@on_gpu("rmsnorm")
 def rmsnorm(
     x_MK: torch.Tensor, w_K: torch.Tensor, *, eps: float = 1e-6, out_dtype: torch.dtype | None = None, num_warps: int | None = None
 ) -> torch.Tensor:
@@ -222,6 +224,7 @@ def rmsnorm(
     return y_MK
 
 
+@on_gpu("add_rmsnorm")
 def add_rmsnorm(
     h_MK: torch.Tensor, delta_MK: torch.Tensor, w_K: torch.Tensor, eps: float = 1e-6, out_dtype: torch.dtype | None = None,
     *, num_warps: int | None = None,
@@ -236,6 +239,7 @@ def add_rmsnorm(
     return h_new, y_MK
 
 
+@on_gpu("layernorm")
 def layernorm(
     x_MK: torch.Tensor, w_K: torch.Tensor, b_K: torch.Tensor | None = None, *, eps: float = 1e-5, out_dtype: torch.dtype | None = None,
     num_warps: int | None = None,

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 
 __all__ = ["AdamW", "AdamWConstants", "adamw_step", "adamw_step_ref", "round_to_f32"]
@@ -131,6 +132,7 @@ def adamw_kernel(
     tl.store(v_out + i, v, mask=inside)
 
 
+@on_gpu("adamw_step")
 def adamw_step(
     param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, *, step: int, config: AdamW, decay: bool = True,
     block: int = 1024, num_warps: int = 4,

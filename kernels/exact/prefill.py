@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.exact._chains import span_sum
+from kernels.exact._device import on_gpu
 from kernels.exact.decode import PackedWeight, dividing_unroll, output_buffer, pad_spans
 
 __all__ = ["PrefillSchedule", "prefill_fma", "prefill_schedule", "prefill_schedules"]
@@ -102,6 +103,7 @@ def prefill_schedule(m: int, n: int, k: int) -> PrefillSchedule:
     return PrefillSchedule()
 
 
+@on_gpu("linear_fma")
 def prefill_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: PrefillSchedule | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """y_MN float32 (in `out` where given) in the canonical order."""
     (m, k), n = x_MK.shape, weight.n

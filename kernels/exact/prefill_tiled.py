@@ -19,6 +19,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.decode import PackedWeight, output_buffer, pad_spans, parts_kernel
 from kernels.exact.order import CHUNK
 
@@ -212,6 +213,7 @@ def whole_rows(m: int, n: int, c: TiledSchedule) -> int:
     return kept * c.block_m if cut < waves - _CUT_COST else m
 
 
+@on_gpu("linear_fma")
 def prefill_tiled(x_MK: torch.Tensor, weight: PackedWeight, schedule: TiledSchedule | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
     """y_MN float32 (in `out` where given) in the canonical order."""
     (m, k), n = x_MK.shape, weight.n

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.ieee import assert_subnormals_kept
 
 __all__ = ["apply_rope", "rope", "rope_ref", "rope_tables"]
@@ -176,6 +177,7 @@ def rope_kernel(
     tl.store(target + D, tl.where(known, high, float("nan")).to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@on_gpu("rope")
 def rope(
     x_BTHD: torch.Tensor, position_BT: torch.Tensor, cos_PD: torch.Tensor, sin_PD: torch.Tensor, out_dtype: torch.dtype | None = None,
     *, num_warps: int = 2,

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.elementary import log_f32, log_host
 from kernels.exact.ieee import assert_subnormals_kept
 from kernels.exact.philox import philox_ref, philox_u32
@@ -163,12 +164,14 @@ def _pick(logits: torch.Tensor, request: torch.Tensor, position: torch.Tensor, s
     return index
 
 
+@on_gpu("argmax")
 def argmax(logits_MV: torch.Tensor, *, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`argmax_ref` on a GPU, two launches. Rows may lie apart (a view of a padded vocabulary); `block` changes time, never the result."""
     _check(logits_MV)
     return _pick(logits_MV, logits_MV, logits_MV, 0, 1.0, False, block, num_warps)
 
 
+@on_gpu("sample")
 def sample(
     logits_MV: torch.Tensor, *, seed: int, request_M: torch.Tensor, position_M: torch.Tensor, temperature: float, block: int = 1024, num_warps: int = 4
 ) -> torch.Tensor:

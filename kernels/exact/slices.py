@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.ieee import assert_subnormals_kept
 
 __all__ = ["DTYPES", "EX_NONFINITE", "EX_ZERO", "PAD_K", "Q_MAX", "Q_MIN", "digits_ref", "padded", "quantise_ref", "row_exponents_ref", "slice_rows"]
@@ -144,6 +145,7 @@ def slice_kernel(x_ptr, planes_ptr, ex_ptr, x_stride, K, KP, plane, GIVEN: tl.co
             tl.store(place + 2 * plane, t.to(tl.int8), mask=inside)
 
 
+@on_gpu("row_exponents")
 def slice_rows(a_RK: torch.Tensor, *, ex_R: torch.Tensor | None = None, write: bool = True) -> tuple[torch.Tensor | None, torch.Tensor]:
     """On a GPU -> (int8 [3, R, KP] or None where not `write`, ex_R int32), equal to the references in every bit; x is read once up to K = 16,384.
 

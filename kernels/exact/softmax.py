@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.exact._device import on_gpu
 from kernels.exact.elementary import exp_f32, exp_host, log_f32, log_host
 from kernels.exact.ieee import assert_subnormals_kept
 from kernels.exact.norm import LANES, lane_sum_ref, tree_sum
@@ -156,18 +157,21 @@ def _rows(op: str, x: torch.Tensor, target: torch.Tensor, y: torch.Tensor, ignor
     return y
 
 
+@on_gpu("softmax")
 def softmax(x_MV: torch.Tensor, *, out_dtype: torch.dtype | None = None, num_warps: int = 8) -> torch.Tensor:
     """`softmax_ref` on a GPU; any `num_warps` gives the same bits."""
     _check(x_MV, out_dtype)
     return _rows("softmax", x_MV, x_MV, torch.empty(x_MV.shape, dtype=out_dtype or x_MV.dtype, device=x_MV.device), 0, num_warps)
 
 
+@on_gpu("log_softmax")
 def log_softmax(x_MV: torch.Tensor, *, out_dtype: torch.dtype | None = None, num_warps: int = 8) -> torch.Tensor:
     """`log_softmax_ref` on a GPU; any `num_warps` gives the same bits."""
     _check(x_MV, out_dtype)
     return _rows("log_softmax", x_MV, x_MV, torch.empty(x_MV.shape, dtype=out_dtype or x_MV.dtype, device=x_MV.device), 0, num_warps)
 
 
+@on_gpu("token_losses")
 def token_losses(logits_MV: torch.Tensor, target_M: torch.Tensor, *, ignore_index: int = -100, num_warps: int = 8) -> torch.Tensor:
     """`token_losses_ref` on a GPU; any `num_warps` gives the same bits."""
     _check_target(logits_MV, target_M)
@@ -175,6 +179,7 @@ def token_losses(logits_MV: torch.Tensor, target_M: torch.Tensor, *, ignore_inde
     return _rows("loss", logits_MV, target_M.contiguous(), losses, ignore_index, num_warps)
 
 
+@on_gpu("cross_entropy")
 def cross_entropy(logits_MV: torch.Tensor, target_M: torch.Tensor, *, ignore_index: int = -100, num_warps: int = 8) -> torch.Tensor:
     """`cross_entropy_ref` on a GPU -> a scalar there; waits for nothing."""
     losses = token_losses(logits_MV, target_M, ignore_index=ignore_index, num_warps=num_warps)
