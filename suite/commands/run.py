@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from suite import cli, locks, plan as planning
-from suite.bundle import Bundle, BundleStore, origin_of
+from suite.bundle import Bundle, origin_of
 from suite.commands.archive import RunArchive, check_name
 from suite.commands.look import print_table
 from suite.commands.store import print_judged, take_in
