@@ -142,6 +142,8 @@ def _attempt(row: Row, value: Any, question: str, against: str) -> tuple:
     result = ("all equal" if equal == len(cases) else f"{len(cases) - equal} differ") if cases else MISSING
     result += f", {failed} of them did not run" if failed else ""
     result += f"; {len(row.record('loaded'))} kernels loaded as that code" if "loaded.json" in row.files else ""
+    seen = {limit["sms"]: limit["seen"] for limit in row.record("limits")} if "limits.json" in row.files else {}
+    result += f"; programs ran on {seen[value]} SMs" if value in seen else ""
     result += f"; not there: {', '.join(absent)}" if (absent := engines_missing(row)) else ""
     return question, row.device, f"{equal}/{len(cases)}", against, result + (f" {STALE}" if row.stale else "")
 

@@ -324,6 +324,14 @@ def test_attempts_count_no_case_that_launched_nothing(rows):
     assert {r[0]: r[2] for r in exhibits_texts.evidence(rows.view())[0].rows}["golden questions on 8 SMs"] == "1/1"
 
 
+def test_one_row_for_several_numbers_of_sms_is_a_line_each_with_the_sms_that_were_seen(rows):
+    cases = [{"operator": "linear", "case": "a", "equal": n == 8, "error": "", "launches": 1, "sms": n} for n in (8, 64)]
+    rows.add("evidence:stress", {"sms": [8, 64]}, records={"cases": cases, "limits": [{"sms": 8, "seen": 8}, {"sms": 64, "seen": 63}]}, device=H200)
+    lines = {r[0]: (r[2], r[4]) for r in exhibits_texts.evidence(rows.view())[0].rows}
+    assert lines["golden questions on 8 SMs"] == ("1/1", "all equal; programs ran on 8 SMs")
+    assert lines["golden questions on 64 SMs"] == ("0/1", "1 differ; programs ran on 63 SMs")
+
+
 def test_the_larger_question_is_shown_where_two_were_asked(rows):
     rows.flips("bf16", 1, [[1, 2]]), rows.flips("bf16", 1, [[1, 2]] * 3), rows.flips("bf16", 8, [[1, 2]] * 3)
     assert column(tables(exhibits_flips.flips(rows.view()))[exhibits_flips.TITLE], "of prompts") == [3]
