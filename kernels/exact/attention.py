@@ -28,15 +28,15 @@ import torch
 
 from kernels.exact import _attention_c
 from kernels.exact.activations import exp_ref
-from kernels.exact.attention_decode import DecodeSchedule, append_tokens, decode_attention
-from kernels.exact.attention_prefill import PrefillSchedule, prefill_attention
+from kernels.exact.attention_decode import MOST_BLOCKS, AttentionDecodeSchedule, append_tokens, decode_attention
+from kernels.exact.attention_prefill import AttentionPrefillSchedule, prefill_attention
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 
 __all__ = ["BLOCK_KEYS", "KVCache", "append", "attention", "attention_ref", "causal_attention_ref", "make_cache", "score_scale"]
 
 BLOCK_KEYS = 64
 MOST_DIM = 256
-MOST_TOKENS = (1 << 22) - 1  # of a row: blocks of keys are one dimension of a grid
+MOST_TOKENS = MOST_BLOCKS * BLOCK_KEYS  # of a row: blocks of keys are the second axis of a grid
 DECODE_ROWS = 32  # up to as many query rows per key head (tokens x heads of a group) the decode kernels, above them the prefill kernels
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -74,7 +74,7 @@ def make_cache(
 ) -> KVCache:
     """An empty cache of `tokens` positions a row. Raises ValueError for sizes or a dtype that no kernel serves."""
     if batch < 0 or not 1 <= tokens <= MOST_TOKENS or kv_heads < 1 or not 1 <= head_dim <= MOST_DIM:
-        raise ValueError(f"a cache has batch >= 0, 1 <= tokens < 2^22, kv_heads >= 1 and head_dim 1 to {MOST_DIM}; "
+        raise ValueError(f"a cache has batch >= 0, 1 <= tokens <= {MOST_TOKENS}, kv_heads >= 1 and head_dim 1 to {MOST_DIM}; "
                          f"got {batch=} {tokens=} {kv_heads=} {head_dim=}; pass the model's sizes")
     if dtype not in DTYPES:
         raise ValueError(f"a cache holds bf16, fp16 or fp32; got {dtype=}; take bf16")
@@ -113,7 +113,7 @@ def append(cache: KVCache, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, start_B: 
 
 def attention(
     q_BTHD: torch.Tensor, cache: KVCache, start_B: torch.Tensor, count_B: torch.Tensor, out_dtype: torch.dtype = torch.float32, *,
-    max_tokens: int | None = None, schedule: DecodeSchedule | PrefillSchedule | None = None,
+    max_tokens: int | None = None, schedule: AttentionDecodeSchedule | AttentionPrefillSchedule | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`attention_ref` on a GPU, bit for bit; nothing is read back to the host, so it can be captured in a CUDA graph.
 
@@ -129,7 +129,7 @@ def attention(
     if q_BTHD.numel() == 0:
         return torch.zeros(q_BTHD.shape, dtype=out_dtype, device=q_BTHD.device)
     rows = q_BTHD.shape[1] * (q_BTHD.shape[2] // cache.kv_heads)
-    many = isinstance(schedule, PrefillSchedule) or (schedule is None and q_BTHD.shape[1] > 1 and rows > DECODE_ROWS)
+    many = isinstance(schedule, AttentionPrefillSchedule) or (schedule is None and q_BTHD.shape[1] > 1 and rows > DECODE_ROWS)
     run = prefill_attention if many else decode_attention
     bound = cache.tokens if max_tokens is None else max_tokens
     return run(q_BTHD, cache.k, cache.v, start_B, count_B, bound, score_scale(cache.head_dim), out_dtype, schedule)

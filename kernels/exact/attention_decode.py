@@ -21,13 +21,14 @@ from kernels.exact._chains import load8, split4, unpack8
 from kernels.exact._device import on_gpu
 from kernels.exact.activations import exp_f32
 
-__all__ = ["DecodeSchedule", "append_tokens", "decode_attention", "decode_schedule", "decode_schedules"]
+__all__ = ["AttentionDecodeSchedule", "append_tokens", "decode_attention", "decode_schedule", "decode_schedules"]
 
 KEYS = tl.constexpr(64)
+MOST_BLOCKS = 65535  # a grid's second and third axis
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSchedule:
+class AttentionDecodeSchedule:
     """How the work is cut; any valid value gives the same bits.
 
     score_keys: keys per thread of the first kernel (1, 2, 4, 8), score_blocks: blocks per CTA there (1 to 16), score_unroll: rows of K in
@@ -250,10 +251,10 @@ def append_tokens(k: torch.Tensor, v: torch.Tensor, capacity: int, k_BTGD: torch
     )  # fmt: skip
 
 
-def decode_schedules() -> tuple[DecodeSchedule, ...]:
+def decode_schedules() -> tuple[AttentionDecodeSchedule, ...]:
     """Every schedule that a study should sweep."""
     return tuple(
-        DecodeSchedule(score_keys=keys, score_blocks=score_blocks, score_unroll=score_unroll, columns=columns, per_thread=per, blocks=blocks, unroll=unroll, rows=rows)
+        AttentionDecodeSchedule(score_keys=keys, score_blocks=score_blocks, score_unroll=score_unroll, columns=columns, per_thread=per, blocks=blocks, unroll=unroll, rows=rows)
         for keys, score_blocks, score_unroll, columns, per, blocks, unroll, rows in (
             (2, 4, 32, 32, 2, 8, 16, 8), (2, 2, 64, 32, 2, 8, 32, 8), (2, 1, 64, 16, 2, 8, 32, 8), (1, 4, 32, 32, 2, 8, 16, 4), (4, 4, 32, 64, 4, 8, 16, 8),
             (8, 8, 16, 128, 8, 8, 8, 8), (2, 4, 32, 64, 4, 16, 16, 8), (2, 4, 32, 128, 8, 16, 8, 8), (2, 8, 16, 16, 2, 16, 16, 2), (2, 4, 64, 32, 2, 16, 16, 1),
@@ -261,17 +262,17 @@ def decode_schedules() -> tuple[DecodeSchedule, ...]:
     )  # fmt: skip
 
 
-def decode_schedule(batch_groups: int, rows: int, dim: int, max_tokens: int) -> DecodeSchedule:
+def decode_schedule(batch_groups: int, rows: int, dim: int, max_tokens: int) -> AttentionDecodeSchedule:
     """The schedule used by default: a function of shapes only. Few key heads want many small CTAs, many want wide loads."""
     if batch_groups * max_tokens >= 1 << 17:
-        return DecodeSchedule(columns=64, per_thread=4, blocks=16, rows=4 if batch_groups < 128 else 8)
-    return DecodeSchedule(score_blocks=2, score_unroll=64, unroll=32, rows=2 if batch_groups <= 8 else 4)
+        return AttentionDecodeSchedule(columns=64, per_thread=4, blocks=16, rows=4 if batch_groups < 128 else 8)
+    return AttentionDecodeSchedule(score_blocks=2, score_unroll=64, unroll=32, rows=2 if batch_groups <= 8 else 4)
 
 
 @on_gpu("attention")
 def decode_attention(
     q_BTHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor, max_tokens: int, scale: float,
-    out_dtype: torch.dtype, schedule: DecodeSchedule | None,
+    out_dtype: torch.dtype, schedule: AttentionDecodeSchedule | None,
 ) -> torch.Tensor:  # fmt: skip
     """o_BTHD; k and v as a `KVCache` holds them; start + count of a row is at most `max_tokens`."""
     batch, tokens, heads, dim = q_BTHD.shape
@@ -280,6 +281,8 @@ def decode_attention(
     schedule = schedule or decode_schedule(batch * groups, rows, dim, max_tokens)
     r = min(schedule.rows, triton.next_power_of_2(rows))
     q_BTHD, tiles = q_BTHD.contiguous(), triton.cdiv(rows, r)
+    if tiles > MOST_BLOCKS:
+        raise ValueError(f"the decode kernels take at most {MOST_BLOCKS} tiles of query rows; got {rows=} {r=}; take an AttentionPrefillSchedule")
     scratch = torch.empty((2, batch * groups, rows, blocks * 64), dtype=torch.float32, device=q_BTHD.device)
     highest = torch.empty((batch * groups, rows, blocks), dtype=torch.float32, device=q_BTHD.device)
     o_BTHD = torch.empty(q_BTHD.shape, dtype=out_dtype, device=q_BTHD.device)

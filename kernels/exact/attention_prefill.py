@@ -22,7 +22,7 @@ import triton.language as tl
 from kernels.exact._device import on_gpu
 from kernels.exact.activations import exp_f32
 
-__all__ = ["PrefillSchedule", "prefill_attention", "prefill_schedules"]
+__all__ = ["AttentionPrefillSchedule", "prefill_attention", "prefill_schedules"]
 
 KEYS = tl.constexpr(64)
 TILE = 128  # tokens that the weights kernel takes; the tiles of the other two divide it
@@ -30,7 +30,7 @@ _TILE = tl.constexpr(TILE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillSchedule:
+class AttentionPrefillSchedule:
     """How the work is cut; any valid value gives the same bits.
 
     score_keys, score_tokens: keys (2, 4, 8) and tokens (4, 8, 16) per thread of the scores; columns, tokens: output columns and tokens
@@ -186,8 +186,9 @@ def prefill_values_kernel(
     start, count = tl.load(start_ptr + b), tl.minimum(tl.load(count_ptr + b), T)
     first = t0 + tile * (Y * 4 * A)
     last = tl.where(first < count, tl.minimum(start + tl.minimum(first + Y * 4 * A, count), NB * KEYS) - 1, -1)
-    end = (last + KEYS) // KEYS * KEYS
-    whole = tl.minimum((start + first + 1) // KEYS * KEYS, end)  # up to here every token of the tile sees every key
+    # a row with a negative start means nothing, but must not be read in front of the cache
+    end = tl.maximum((last + KEYS) // KEYS * KEYS, 0)
+    whole = tl.minimum(tl.maximum((start + first + 1) // KEYS * KEYS, 0), end)  # up to here every token of the tile sees every key
     x = tl.arange(0, X)[:, None, None, None, None]
     y = tl.arange(0, Y)[None, :, None, None, None]
     place = tile * (Y * 4 * A) + tl.arange(0, A)[None, None, :, None, None] * (Y * 4) + y * 4 + tl.arange(0, 4)[None, None, None, :, None]
@@ -206,12 +207,12 @@ def prefill_values_kernel(
     tl.store(o_ptr + row * D + column, o.to(o_ptr.dtype.element_ty), mask=t0 + place < T)
 
 
-def prefill_schedules() -> tuple[PrefillSchedule, ...]:
+def prefill_schedules() -> tuple[AttentionPrefillSchedule, ...]:
     """Every schedule that a study should sweep."""
     return (
-        PrefillSchedule(), PrefillSchedule(unroll=4), PrefillSchedule(unroll=1), PrefillSchedule(columns=4, score_keys=4), PrefillSchedule(columns=4, unroll=4),
-        PrefillSchedule(tokens=4, unroll=4), PrefillSchedule(score_tokens=16, score_keys=4, tokens=16, columns=4), PrefillSchedule(score_warps=2, warps=2),
-        PrefillSchedule(scratch_bytes=1 << 25), PrefillSchedule(score_warps=2, warps=1, score_tokens=4, tokens=4, columns=2, score_keys=2, unroll=8),
+        AttentionPrefillSchedule(), AttentionPrefillSchedule(unroll=4), AttentionPrefillSchedule(unroll=1), AttentionPrefillSchedule(columns=4, score_keys=4), AttentionPrefillSchedule(columns=4, unroll=4),
+        AttentionPrefillSchedule(tokens=4, unroll=4), AttentionPrefillSchedule(score_tokens=16, score_keys=4, tokens=16, columns=4), AttentionPrefillSchedule(score_warps=2, warps=2),
+        AttentionPrefillSchedule(scratch_bytes=1 << 25), AttentionPrefillSchedule(score_warps=2, warps=1, score_tokens=4, tokens=4, columns=2, score_keys=2, unroll=8),
     )  # fmt: skip
 
 
@@ -235,10 +236,10 @@ def lanes(per_thread: int, per_thread_tokens: int, columns: int, warps: int, dty
 @on_gpu("attention")
 def prefill_attention(
     q_BTHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor, max_tokens: int, scale: float,
-    out_dtype: torch.dtype, schedule: PrefillSchedule | None,
+    out_dtype: torch.dtype, schedule: AttentionPrefillSchedule | None,
 ) -> torch.Tensor:  # fmt: skip
     """o_BTHD; k and v as a `KVCache` holds them; start + count of a row is at most `max_tokens`."""
-    schedule = schedule or PrefillSchedule()
+    schedule = schedule or AttentionPrefillSchedule()
     batch, tokens, heads, dim = q_BTHD.shape
     device, groups, blocks, units = q_BTHD.device, k.shape[1], triton.cdiv(max_tokens, 64), batch * heads
     padded = triton.cdiv(tokens, TILE) * TILE

@@ -9,7 +9,8 @@
 Legend: M tokens in the order of their sequences, K inputs, N outputs, V vocabulary. Operands bf16, fp16 or fp32, gradients float32.
 
     linear         dx = dy W over N and dW = dy^T x over tokens: family A's order (order.py), so dW is one chain over tokens a chunk
-    rmsnorm        x' = x r, r as in the forward pass; g = dy w; c = (sum of g x' in norm.py's lanes and tree) / K; dx = fma(-x', c, g) r;
+    rmsnorm        x' = x r, r as in the forward pass; g = dy w; c = (sum of g x' in norm.py's lanes and tree) / K; dx = fma(-x', c, g) r,
+                   where the minus flips the sign bit (of +0 too; Triton's minus is 0 - x);
                    dw = sum over tokens of dy x' in family A's order
     swiglu         e = exp(-|g|); s = (g < 0 ? e : 1) / (1 + e), 1 - s likewise; dup = dy silu(g); dgate = (dy up) (s fma(g, 1 - s, 1)), where
                    an infinite g counts as +-1: then s fma(...) is its limit, 0 or 1
@@ -235,7 +236,7 @@ def rmsnorm_backward_kernel(dy_ptr, x_ptr, w_ptr, dx_ptr, scaled_ptr, K, count, 
         k = s * _LANES + lane
         scaled = tl.load(x_ptr + row + k, mask=k < K, other=0.0).to(tl.float32) * r
         g = tl.load(dy_ptr + row + k, mask=k < K, other=0.0).to(tl.float32) * tl.load(w_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + row + k, tl.fma(-scaled, tl.broadcast_to(c, (_LANES,)), g) * r, mask=k < K)
+        tl.store(dx_ptr + row + k, tl.fma(scaled * -1.0, tl.broadcast_to(c, (_LANES,)), g) * r, mask=k < K)
 
 
 @triton.jit

@@ -164,7 +164,7 @@ def decode_kernel(
     n = tl.minimum(tl.program_id(0) * (R * LANES) + r * LANES + lane, N - 1)
     m = tl.minimum(tl.program_id(2) * (F * B) + b, M - 1)
     w_pointers = w_ptr + (s.to(tl.int64) * G * N + n) * 8
-    x_pointers = x_ptr + (m * GROUPS_PER_ROW + s * G + lane * 0) * 8
+    x_pointers = x_ptr + (m.to(tl.int64) * GROUPS_PER_ROW + s * G + lane * 0) * 8
     if BY_CHUNK:
         first = chunk * CHUNK_GROUPS
         x_pointers += first * 8
@@ -199,7 +199,7 @@ def decode_kernel(
 @triton.jit
 def parts_kernel(part_ptr, y_ptr, count, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """y = the sum of part [ROWS, PARTS, count] in the order of `add_parts`."""
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + i, add_parts(part_ptr, i, i < count, count, ROWS, PARTS, BLOCK), mask=i < count)
 
 
@@ -222,6 +222,7 @@ _WIDE_N = 8192
 _WIDE = {1: (2, 4, 1, True, False, 1), 2: (2, 4, 1, True, False, 1), 4: (2, 2, 1, True, False, 1), 8: (4, 2, 1, False, False, 1), 16: (2, 2, 2, False, True, 1)}
 _NARROW = {1: (1, 16, 1, False, False, 1), 2: (2, 4, 4, False, True, 2), 4: (2, 4, 4, True, True, 2), 8: (2, 4, 4, False, True, 2), 16: (2, 2, 2, False, True, 1)}
 _LONG = {1: (1, 16, 1, False, False, 1), 2: (2, 4, 2, True, True, 1), 4: (4, 2, 4, False, True, 1), 8: (4, 4, 2, False, True, 1), 16: (2, 2, 2, False, True, 1)}
+MOST_BLOCKS = 65535  # of tokens in one launch: a grid's third axis
 _FINISH_CHUNKS = 2  # up to so many chunks a span the last CTA adds them itself; more take longer than a second launch
 
 
@@ -256,6 +257,10 @@ def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedul
     chunks = triton.cdiv(groups, CHUNK // GROUP) if schedule.by_chunk else 1
     parts = chunks * spans if schedule.by_chunk else split
     y_MN = output_buffer(out, m, n, x_MK.device)
+    if m > (most := MOST_BLOCKS * schedule.block_m * schedule.folds):
+        for m0 in range(0, m, most):
+            decode_fma(x_MK[m0 : m0 + most], weight, schedule, y_MN[m0 : m0 + most])
+        return y_MN
     sums = y_MN if parts == 1 else torch.empty((parts, m, n), dtype=torch.float32, device=x_MK.device)
     grid = (triton.cdiv(n, schedule.block_n), split * chunks, triton.cdiv(m, schedule.block_m * schedule.folds))
     finish = schedule.by_chunk and 1 < parts and chunks <= _FINISH_CHUNKS and grid[0] * grid[2] <= weight.tickets.numel()

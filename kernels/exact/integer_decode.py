@@ -24,6 +24,7 @@ from kernels.exact.integer_rounding import moderate, rounded
 
 __all__ = ["IntegerDecodeSchedule", "decode_integer", "finish_parts", "integer_decode_schedule", "integer_decode_schedules"]
 
+MOST_BLOCKS = 65535  # of tokens in one launch: a grid's third axis
 _HALF = tl.constexpr(12583040.0)  # 1.5 * 2^23 + 128
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23
 
@@ -168,9 +169,9 @@ def integer_decode_kernel(
 
 @triton.jit(do_not_specialize=["M", "N", "PARTS"])
 def integer_finish_kernel(part_ptr, ex_m_ptr, ex_n_ptr, out_ptr, M, N, PARTS, BLOCK: tl.constexpr, B9: tl.constexpr, FINISH: tl.constexpr):
-    """Adds int64 parts [PARTS, M, N]; FINISH rounds to y. Grid (N blocks, M)."""
-    m = tl.program_id(1)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """Adds int64 parts [PARTS, M, N]; FINISH rounds to y. Grid (M, N blocks)."""
+    m = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.cast(m, tl.int64) * N + n
     total = tl.zeros((BLOCK,), tl.int64)
     for part in range(PARTS):
@@ -204,7 +205,7 @@ def finish_parts(parts: torch.Tensor, ex_M: torch.Tensor, weight, out: torch.Ten
     _, m, n = parts.shape
     out = torch.empty((m, n), dtype=dtype, device=parts.device) if out is None else out
     if m * n:
-        grid = (triton.cdiv(n, 256), m)
+        grid = (m, triton.cdiv(n, 256))
         integer_finish_kernel[grid](
             parts, ex_M, weight.ex_N, out, m, n, parts.shape[0], BLOCK=256, B9=weight.products == "b9", FINISH=dtype == torch.float32,
             num_warps=2, enable_fp_fusion=False,
@@ -219,12 +220,16 @@ def decode_integer(planes: torch.Tensor, ex_M: torch.Tensor, weight, schedule: I
     code = weight.code is not None
     assembly = s.assembly if s.assembly is not None else planes.is_cuda and torch.version.hip is None
     tokens = 8 if s.wide and m <= 8 else 16
+    if m > (most := MOST_BLOCKS * tokens):
+        for m0 in range(0, m, most):
+            decode_integer(planes[:, m0 : m0 + most], ex_M[m0 : m0 + most], weight, s, out[m0 : m0 + most])
+        return out
     blocks = triton.cdiv(triton.cdiv(kp, s.block_k), s.split)
     split = triton.cdiv(kp, blocks * s.block_k)  # no part is empty
     parts = out if split == 1 else torch.empty((split, m, n), dtype=torch.int64, device=planes.device)
     grid = (triton.cdiv(n, s.block_n), split, triton.cdiv(m, tokens))
     integer_decode_kernel[grid](
-        planes, weight.code if code else weight.digits, ex_M, weight.ex_N, parts, m, n, kp, blocks, m * kp, n * kp, T=tokens, BN=s.block_n,
+        planes, weight.code if code else weight.digits, ex_M, weight.ex_N, parts, m, n, kp, blocks, planes.stride(0), n * kp, T=tokens, BN=s.block_n,
         BK=s.block_k, B9=weight.products == "b9", EVEN_K=kp % s.block_k == 0, CODE=code, ASSEMBLY=assembly and code, WIDE=s.wide,
         FINISH=parts.dtype == torch.float32, num_warps=s.num_warps, num_stages=s.num_stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -73,7 +73,7 @@ def prefill_kernel(
     place = m.to(tl.int64) * N + n
     # every warp asks for all of W's tile: the zero terms give both operands the full [LANES, W] of threads
     w_pointers = w_ptr + ((tl.minimum(n, N - 1) + warp * 0) * 8)[:, :, :, :, None]
-    x_pointers = x_ptr + ((tl.minimum(m, M - 1) * GROUPS_PER_ROW + lane * 0).to(tl.int64) * 8)[:, :, :, :, None]
+    x_pointers = x_ptr + ((tl.minimum(m, M - 1).to(tl.int64) * GROUPS_PER_ROW + lane * 0) * 8)[:, :, :, :, None]
     slot = tl.cast(M, tl.int64) * N
     for s in range(S):
         first = tl.cast(s, tl.int64) * G * 8

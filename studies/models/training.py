@@ -26,8 +26,8 @@ from kernels.exact import attention as exact_attention
 from kernels.exact import attention_backward as exact_attention_backward
 from kernels.exact import backward, softmax
 from kernels.exact.activations import swiglu, swiglu_ref
-from kernels.exact.attention_decode import DecodeSchedule
-from kernels.exact.attention_prefill import PrefillSchedule
+from kernels.exact.attention_decode import AttentionDecodeSchedule
+from kernels.exact.attention_prefill import AttentionPrefillSchedule
 from kernels.exact.digests import digest
 from kernels.exact.linear import Schedule, linear_fma, linear_fma_ref
 from kernels.exact.norm import rmsnorm, rmsnorm_ref
@@ -91,7 +91,7 @@ def cpu_operators(*, engine: str = "auto") -> Operators:
 
 def gpu_operators(
     *, num_warps: int = 4, block: int = 256, attention_block: int = 32, schedule: Schedule | None = None,
-    attention_schedule: DecodeSchedule | PrefillSchedule | None = None,
+    attention_schedule: AttentionDecodeSchedule | AttentionPrefillSchedule | None = None,
 ) -> Operators:  # fmt: skip
     """The kernels under one schedule: `num_warps`, elements a program (`block`), tokens a program of attention's gradients
     (`attention_block`), and those of `linear_fma` and of `attention`."""

@@ -306,10 +306,10 @@ def test_an_attention_kernel_compiled_with_fusion_fails_the_audit() -> None:
 def test_schedules_that_no_kernel_can_run_are_refused() -> None:
     for wrong in (dict(columns=8, per_thread=8, blocks=2), dict(score_keys=3), dict(score_keys=8, score_blocks=1), dict(rows=64)):
         with pytest.raises(ValueError):
-            decode.DecodeSchedule(**wrong)
+            decode.AttentionDecodeSchedule(**wrong)
     for wrong in (dict(tokens=16), dict(score_tokens=16), dict(score_warps=8), dict(unroll=3), dict(scratch_bytes=0)):
         with pytest.raises(ValueError):
-            prefill.PrefillSchedule(**wrong)
+            prefill.AttentionPrefillSchedule(**wrong)
     assert len(decode.decode_schedules()) == len(prefill.prefill_schedules()) == 10
 
 

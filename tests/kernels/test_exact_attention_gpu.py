@@ -9,7 +9,7 @@ import torch
 from kernels.exact import digest, philox_bell
 from kernels.exact.attention import KVCache, append, attention, attention_ref, make_cache
 from kernels.exact.attention_decode import decode_schedules
-from kernels.exact.attention_prefill import PrefillSchedule, prefill_schedules
+from kernels.exact.attention_prefill import AttentionPrefillSchedule, prefill_schedules
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -67,8 +67,8 @@ def test_prefill_equals_the_oracle_for_whole_late_padded_and_empty_rows(heads: i
     agree(philox_bell((4, 300, heads, dim), 3, dtype, scale_log2=1), host, device, start, count)
 
 
-@pytest.mark.parametrize("schedule", [*prefill_schedules(), PrefillSchedule(scratch_bytes=1)], ids=str)
-def test_every_prefill_schedule_gives_the_same_bits(schedule: PrefillSchedule) -> None:
+@pytest.mark.parametrize("schedule", [*prefill_schedules(), AttentionPrefillSchedule(scratch_bytes=1)], ids=str)
+def test_every_prefill_schedule_gives_the_same_bits(schedule: AttentionPrefillSchedule) -> None:
     for heads, groups, dim in ((6, 2, 64), (7, 1, 128)):
         host, device = caches(2, groups, dim, BF16, filled=[300, 270])
         agree(philox_bell((2, 200, heads, dim), 3, BF16, scale_log2=1), host, device, [100, 70], [200, 200], (schedule,))

@@ -4,17 +4,23 @@ Tensors of that size are not needed: the intermediate code of a launch shows the
 """
 
 import re
+from unittest import mock
 
 import pytest
 import torch
 import triton
 from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
+from kernels.exact.attention import MOST_TOKENS, KVCache, attention, make_cache
+from kernels.exact.attention_decode import AttentionDecodeSchedule
 from kernels.exact.audit.specimen import captured, target_of
-from kernels.exact.integer import integer_accumulate, linear_integer, prepare_integer
+from kernels.exact.decode import DecodeSchedule, decode_fma, pack_weight
+from kernels.exact.integer import integer_accumulate, integer_finish, linear_integer, prepare_integer
 from kernels.exact.integer_decode import IntegerDecodeSchedule
 from kernels.exact.integer_engines import dp4a_totals
 from kernels.exact.integer_prefill import IntegerPrefillSchedule
+from kernels.exact.prefill import prefill_fma
 from kernels.exact.slices import slice_rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -62,3 +68,39 @@ def test_distances_between_planes_of_digits_are_multiplied_as_64_bits(name: str)
                 found += 1
                 assert "arith.extsi" in line and "i32 to i64" in line, line
     assert found
+
+
+def test_places_in_tokens_and_sums_are_multiplied_as_64_bits() -> None:
+    """A row of tokens starts at m * K, a sum stands at m * N + n: both pass 2^31."""
+    x, weight = ones(3, 2048), pack_weight(ones(70, 2048))
+    decode, parts = captured("decode", lambda: decode_fma(x, weight, DecodeSchedule(split=2)), family="fma")
+    (prefill,) = captured("prefill", lambda: prefill_fma(x, weight), family="fma")
+    for specimen in (decode, prefill):
+        lines = uses(ttir_of(specimen), "GROUPS_PER_ROW")
+        assert lines and all("arith.extsi" in line for line in lines), lines
+    assert parts.kernel.fn.__name__ == "parts_kernel"
+    assert not re.search(r"arith.muli .*: i32", ttir_of(parts))
+
+
+def test_tokens_stand_on_the_long_axis_of_the_grid() -> None:
+    """The second and third axis end at 65,535."""
+    prepared = prepare_integer(ones(300, 64))
+    (finish,) = captured("finish", lambda: integer_finish(torch.ones((70, 300), dtype=torch.int64), torch.ones(70, dtype=torch.int32), prepared), family="integer")
+    assert finish.grid == (70, 2, 1)
+    (dp4a,) = captured("dp4a", lambda: dp4a_totals(torch.ones((3, 33, 64), dtype=torch.int8), torch.ones((3, 8, 64), dtype=torch.int8), "b6"), family="integer")
+    assert dp4a.grid == (3, 1, 1)
+
+
+def test_the_longest_cache_fits_the_grid() -> None:
+    with pytest.raises(ValueError, match=f"1 <= tokens <= {65535 * 64}"):
+        make_cache(1, 65535 * 64 + 1, 1, 8)
+    cache = KVCache(k=torch.empty((1, 1, 65535, 8, 64), device="meta"), v=torch.empty((1, 1, 65535 * 64, 8), device="meta"), tokens=MOST_TOKENS)
+    one = torch.ones(1, dtype=torch.int32, device="meta")
+    scores, _ = captured("attention", lambda: attention(torch.ones((1, 1, 1, 8), device="meta"), cache, one, one, schedule=AttentionDecodeSchedule(score_blocks=1)), family="fma")
+    assert scores.grid[1] == 65535
+
+
+def test_a_decode_schedule_for_more_rows_than_a_grid_has_is_refused() -> None:
+    cache, length = make_cache(1, 64, 1, 8), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="take an AttentionPrefillSchedule"), mock.patch.object(JITFunction, "run"):
+        attention(torch.ones(1, 65536, 1, 8), cache, length, length, schedule=AttentionDecodeSchedule(rows=1))

@@ -17,7 +17,7 @@ pytestmark = [
 from kernels.exact import digest, philox_bell  # noqa: E402
 from kernels.exact.attention import append, attention_ref, make_cache, score_scale  # noqa: E402
 from kernels.exact.attention_decode import append_tokens, decode_attention, decode_schedules  # noqa: E402
-from kernels.exact.attention_prefill import PrefillSchedule, chunk_sizes, prefill_attention, prefill_schedules  # noqa: E402
+from kernels.exact.attention_prefill import AttentionPrefillSchedule, chunk_sizes, prefill_attention, prefill_schedules  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # mul + add rounds once more than fma, once per term of the chains over D <= 64, 64 keys and up to 5 blocks, and exp has 10 steps of its own; a
@@ -71,7 +71,7 @@ def test_every_decode_schedule_computes_the_oracle(tokens, heads, groups, dim, d
     "tokens, heads, groups, dim, dtype, start, count, schedules",
     [
         (66, 2, 1, 16, BF16, (0, 60), (66, 5), (prefill_schedules()[0], prefill_schedules()[9])),  # padded rows, a chunk that starts late
-        (130, 2, 2, 16, FP32, (140,), (130,), (prefill_schedules()[3], PrefillSchedule(scratch_bytes=1))),  # one unit and 128 tokens a pass
+        (130, 2, 2, 16, FP32, (140,), (130,), (prefill_schedules()[3], AttentionPrefillSchedule(scratch_bytes=1))),  # one unit and 128 tokens a pass
     ],
 )
 def test_prefill_schedules_compute_the_oracle(tokens, heads, groups, dim, dtype, start, count, schedules) -> None:
