@@ -175,7 +175,7 @@ def attention(q_BTHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: li
     batch, tokens, heads, dim = q_BTHD.shape
     groups, blocks = k.shape[1:3]
     group = heads // groups
-    o_BTHD = torch.zeros(q_BTHD.shape, dtype=torch.float32)
+    o_BTHD = torch.zeros(q_BTHD.shape, dtype=torch.float32, device="cpu")
     units = [
         (b, g, r, min(r + MOST_ROWS, counts[b] * group))
         for b in range(batch) for r in range(0, counts[b] * group, MOST_ROWS) for g in range(groups)
@@ -184,7 +184,7 @@ def attention(q_BTHD: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: li
     def some(mine: list[tuple[int, int, int, int]]) -> None:
         rows, keys = max(r1 - r0 for _, _, r0, r1 in mine), max(-(-(starts[b] + counts[b]) // 64) * 64 for b, *_ in mine)
         sizes = (rows * keys, rows * dim, 64 * MOST_DIM, 4 * MOST_DIM, rows * MOST_DIM)
-        parts = torch.empty(sum(sizes)).split(sizes)
+        parts = torch.empty(sum(sizes), dtype=torch.float32, device="cpu").split(sizes)
         for b, g, r0, r1 in mine:
             status = library.attend(
                 q_BTHD.data_ptr(), k.data_ptr(), v.data_ptr(), int(k.dtype == torch.bfloat16), o_BTHD.data_ptr(), b, g, r0, r1, tokens,

@@ -46,7 +46,7 @@ def available() -> bool:
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """a * b + c, rounded once; float32 CPU tensors that broadcast together. Raises AssertionError where subnormals are flushed."""
     shape = torch.broadcast_shapes(a.shape, b.shape, c.shape)
-    out = torch.empty(shape)
+    out = torch.empty(shape, dtype=torch.float32, device="cpu")
     operands = [t.contiguous() if t.numel() == 1 else t.expand(shape).contiguous() for t in (a, b, c)]
     steps = [0 if t.numel() == 1 else 1 for t in operands]
     pairs = [value for t, step in zip(operands, steps, strict=True) for value in (t.data_ptr(), step)]

@@ -73,12 +73,12 @@ def totals(x_PMK: torch.Tensor, w_PNK: torch.Tensor, products: str) -> torch.Ten
     """int8 [3, M, K] and [3, N, K] on the CPU -> int64 [M, N]; rows of w are shared out over torch's threads."""
     (_, m, k), n = x_PMK.shape, w_PNK.shape[1]
     w = w_PNK if w_PNK.stride(2) == 1 else w_PNK.contiguous()
-    x, out = x_PMK.to(torch.int16).contiguous(), torch.empty((m, n), dtype=torch.int64)
+    x, out = x_PMK.to(torch.int16).contiguous(), torch.empty((m, n), dtype=torch.int64, device="cpu")
     workers = max(1, min(torch.get_num_threads(), n * m * k // _PRODUCTS_A_THREAD))
     share = max(1, -(-n // workers))
 
     def rows(n0: int) -> None:
-        sums = torch.empty(5 * max(m, 1), dtype=torch.int32)
+        sums = torch.empty(5 * max(m, 1), dtype=torch.int32, device="cpu")
         _load().digit_totals(x.data_ptr(), w.data_ptr(), w.stride(0), w.stride(1), out.data_ptr(), m, n, k, n0, min(n0 + share, n), 3 if products == "b6" else 5, sums.data_ptr())
 
     if workers == 1:

@@ -126,18 +126,18 @@ def linear(x_MK: torch.Tensor, w_NK: torch.Tensor, chunks: tuple[tuple[tuple[int
     library, reason = _load()
     assert library is not None, f"the C engine was asked for but is missing: {reason}"
     (m, k), n = x_MK.shape, w_NK.shape[0]
-    y_MN = torch.empty((m, n), dtype=torch.float32)
+    y_MN = torch.empty((m, n), dtype=torch.float32, device="cpu")
     flat = [chunk for span in chunks for chunk in span]
-    starts = torch.tensor([c[0] for c in flat], dtype=torch.int64)
-    stops = torch.tensor([c[1] for c in flat], dtype=torch.int64)
-    first = torch.tensor([0, *(len(span) for span in chunks)], dtype=torch.int64).cumsum(0)
+    starts = torch.tensor([c[0] for c in flat], dtype=torch.int64, device="cpu")
+    stops = torch.tensor([c[1] for c in flat], dtype=torch.int64, device="cpu")
+    first = torch.tensor([0, *(len(span) for span in chunks)], dtype=torch.int64, device="cpu").cumsum(0)
     tile = library.tile_width()
     workers = max(1, min(torch.get_num_threads(), -(-n // tile)))
     share = -(-n // (tile * workers)) * tile
 
     def columns(n0: int) -> None:
-        sums = torch.empty(len(chunks) * m * tile)
-        panel = torch.zeros(256 * tile)
+        sums = torch.empty(len(chunks) * m * tile, dtype=torch.float32, device="cpu")
+        panel = torch.zeros(256 * tile, dtype=torch.float32, device="cpu")
         status = library.linear(
             x_MK.data_ptr(), w_NK.data_ptr(), int(w_NK.dtype == torch.bfloat16), y_MN.data_ptr(), m, n, k, n0, min(n0 + share, n),
             starts.data_ptr(), stops.data_ptr(), first.data_ptr(), len(chunks), sums.data_ptr(), panel.data_ptr(),

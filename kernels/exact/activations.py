@@ -17,6 +17,7 @@ Largest errors measured against float64 (units in the last place of the float32 
 No gradient, no in-place form, no broadcasting.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -31,8 +32,8 @@ __all__ = [
 ]  # fmt: skip
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_GELU_1 = float(torch.tensor(2 * 0.7978845608028654))  # 2 sqrt(2/pi): gelu(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))
-_GELU_3 = float(torch.tensor(2 * 0.7978845608028654 * 0.044715))
+_GELU_1 = float(np.float32(2 * 0.7978845608028654))  # 2 sqrt(2/pi): gelu(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3))
+_GELU_3 = float(np.float32(2 * 0.7978845608028654 * 0.044715))
 GELU_1, GELU_3 = tl.constexpr(_GELU_1), tl.constexpr(_GELU_3)
 
 

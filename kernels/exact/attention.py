@@ -106,7 +106,7 @@ def append(cache: KVCache, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, start_B: 
         return
     starts, counts = _host_lengths(cache, k_BTGD, start_B, count_B)
     for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        position = torch.arange(start, start + count)
+        position = torch.arange(start, start + count, device="cpu")
         cache.v[b, :, start : start + count] = v_BTGD[b, :count].transpose(0, 1).to(cache.dtype)
         cache.k[b, :, position // BLOCK_KEYS, :, position % BLOCK_KEYS] = k_BTGD[b, :count].to(cache.dtype)
 
@@ -158,7 +158,7 @@ def attention_ref(
         k, v = (part if part.dtype == torch.bfloat16 else part.float() for part in (cache.k, cache.v))
         o_BTHD = _attention_c.attention(q_BTHD, k.contiguous(), v.contiguous(), starts, counts, score_scale(cache.head_dim))
     else:
-        o_BTHD = torch.zeros(q_BTHD.shape)
+        o_BTHD = torch.zeros(q_BTHD.shape, dtype=torch.float32, device="cpu")
         for b, (start, count) in enumerate(zip(starts, counts, strict=True)):
             if count:
                 o_BTHD[b, :count] = _row_torch(q_BTHD[b, :count], cache, b, start)
@@ -175,7 +175,7 @@ def causal_attention_ref(q_HTD: torch.Tensor, k_GTD: torch.Tensor, v_GTD: torch.
         raise ValueError(f"need k and v of one shape [G, T, D] and dtype with G dividing H, got {tuple(q_HTD.shape)=} {tuple(k_GTD.shape)=} "
                          f"{tuple(v_GTD.shape)=} {k_GTD.dtype=} {v_GTD.dtype=}; pass one sequence")
     cache = make_cache(batch=1, tokens=max(1, tokens), kv_heads=k_GTD.shape[0], head_dim=dim, dtype=k_GTD.dtype)
-    start_B, count_B = torch.zeros(1, dtype=torch.int32), torch.full((1,), tokens, dtype=torch.int32)
+    start_B, count_B = torch.zeros(1, dtype=torch.int32, device="cpu"), torch.full((1,), tokens, dtype=torch.int32, device="cpu")
     append(cache, k_GTD.transpose(0, 1)[None], v_GTD.transpose(0, 1)[None], start_B, count_B)
     return attention_ref(q_HTD.transpose(0, 1)[None], cache, start_B, count_B)[0].transpose(0, 1)
 
@@ -192,7 +192,7 @@ def _row_torch(q_THD: torch.Tensor, cache: KVCache, b: int, start: int) -> torch
     k_HND, v_HND = (part.float().repeat_interleave(group, dim=0) for part in (k_GND, cache.v[b, :, :keys]))
     q_HTD = q_THD.transpose(0, 1)
     p_HTK = _weights(_scores(q_HTD, k_HND), start)
-    out, total = torch.zeros(heads, tokens, dim), torch.zeros(heads, tokens, 1)
+    out, total = torch.zeros(heads, tokens, dim, dtype=torch.float32, device="cpu"), torch.zeros(heads, tokens, 1, dtype=torch.float32, device="cpu")
     for first in range(0, keys, BLOCK_KEYS):
         acc, sums = torch.zeros_like(out), torch.zeros_like(total)
         for key in range(first, min(first + BLOCK_KEYS, keys)):
@@ -208,7 +208,7 @@ def _row_torch(q_THD: torch.Tensor, cache: KVCache, b: int, start: int) -> torch
 
 def _scores(q_HTD: torch.Tensor, k_HKD: torch.Tensor) -> torch.Tensor:
     """s_HTK, one chain over D; entries that a token may not see are computed and never read."""
-    acc = torch.zeros(q_HTD.shape[0], q_HTD.shape[1], k_HKD.shape[1])
+    acc = torch.zeros(q_HTD.shape[0], q_HTD.shape[1], k_HKD.shape[1], dtype=torch.float32, device="cpu")
     for d in range(q_HTD.shape[2]):
         acc = fma_f32(q_HTD[:, :, None, d], k_HKD[:, None, :, d], acc)
     return acc * score_scale(q_HTD.shape[2])
@@ -216,7 +216,7 @@ def _scores(q_HTD: torch.Tensor, k_HKD: torch.Tensor) -> torch.Tensor:
 
 def _weights(s_HTK: torch.Tensor, start: int) -> torch.Tensor:
     """p = exp(s - m), m over visible keys."""
-    hidden = torch.ones(s_HTK.shape[1:], dtype=torch.bool).triu(1 + start)
+    hidden = torch.ones(s_HTK.shape[1:], dtype=torch.bool, device="cpu").triu(1 + start)
     m = s_HTK.masked_fill(hidden, -torch.inf).amax(dim=2, keepdim=True)
     return exp_ref(torch.where(hidden, 0.0, s_HTK - m))
 

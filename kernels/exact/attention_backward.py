@@ -66,7 +66,7 @@ def attention_backward_ref(
 
 def _chain_ref(a_BHTD: torch.Tensor, b_BHTD: torch.Tensor) -> torch.Tensor:
     """[B, H, T, T]: one chain over D for each pair of tokens."""
-    acc = torch.zeros(*a_BHTD.shape[:3], b_BHTD.shape[2])
+    acc = torch.zeros(*a_BHTD.shape[:3], b_BHTD.shape[2], dtype=torch.float32, device="cpu")
     for d in range(a_BHTD.shape[3]):
         acc = fma_f32(a_BHTD[..., :, None, d], b_BHTD[..., None, :, d], acc)
     return acc
@@ -76,17 +76,17 @@ def _weights_ref(do, o, q, k, v) -> tuple[torch.Tensor, torch.Tensor]:
     """p and ds [B, H, query, key]; entries above the diagonal are garbage that nobody reads."""
     tokens, scale = q.shape[2], score_scale(q.shape[3])
     s = _chain_ref(q, k) * scale
-    hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    hidden = torch.ones(tokens, tokens, dtype=torch.bool, device="cpu").triu(1)
     m = s.masked_fill(hidden, -torch.inf).amax(dim=3, keepdim=True)
     e = exp_ref(torch.where(hidden, 0.0, s - m))
-    total = torch.zeros(*q.shape[:3])
+    total = torch.zeros(*q.shape[:3], dtype=torch.float32, device="cpu")
     for start in range(0, tokens, BLOCK_KEYS):
         block = torch.zeros_like(total)
         for j in range(start, min(start + BLOCK_KEYS, tokens)):
             block[..., j:] = block[..., j:] + e[..., j:, j]
         total[..., start:] = total[..., start:] + block[..., start:]
     p = e / total[..., None]
-    delta = torch.zeros(*q.shape[:3])
+    delta = torch.zeros(*q.shape[:3], dtype=torch.float32, device="cpu")
     for d in range(q.shape[3]):
         delta = fma_f32(do[..., d], o[..., d], delta)
     return p, (p * (_chain_ref(do, v) - delta[..., None])) * scale

@@ -63,11 +63,11 @@ def token_dot_ref(a_MK: torch.Tensor, b_MK: torch.Tensor) -> torch.Tensor:
     a, b = (x.detach().cpu().float() for x in (a_MK, b_MK))
     order, sums = chunks(len(a)), []
     for start, stop in (chunk for span in order for chunk in span):
-        acc = torch.zeros(a.shape[1])
+        acc = torch.zeros(a.shape[1], dtype=torch.float32, device="cpu")
         for token in range(start, stop):
             acc = fma_f32(a[token], b[token], acc)
         sums.append(acc + 0.0)
-    return combine(torch.stack(sums) if sums else torch.zeros(0, a.shape[1]), order)
+    return combine(torch.stack(sums) if sums else torch.zeros(0, a.shape[1], dtype=torch.float32, device="cpu"), order)
 
 
 def rmsnorm_backward_ref(dy_MK: torch.Tensor, x_MK: torch.Tensor, w_K: torch.Tensor, *, eps: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,8 +75,8 @@ def rmsnorm_backward_ref(dy_MK: torch.Tensor, x_MK: torch.Tensor, w_K: torch.Ten
     _check_norm(dy_MK, x_MK, w_K, eps)
     assert_subnormals_kept()
     dy, x, w = (t.detach().cpu().float() for t in (dy_MK, x_MK, w_K))
-    count = torch.tensor(float(x.shape[1]))
-    root = torch.from_numpy(np.sqrt((sum_of_squares_ref(x) / count + torch.tensor(eps, dtype=torch.float32)).numpy()))
+    count = torch.tensor(float(x.shape[1]), dtype=torch.float32, device="cpu")
+    root = torch.from_numpy(np.sqrt((sum_of_squares_ref(x) / count + torch.tensor(eps, dtype=torch.float32, device="cpu")).numpy()))
     r_M1 = (torch.ones_like(root) / root)[:, None]
     scaled, g = x * r_M1, dy * w
     c_M1 = (_lane_dot_ref(g, scaled) / count)[:, None]
@@ -87,7 +87,7 @@ def _lane_dot_ref(a_MK: torch.Tensor, b_MK: torch.Tensor) -> torch.Tensor:
     """Sum of a b of each row in norm.py's order: 1024 lanes, then the tree of neighbours."""
     (m, k), steps = a_MK.shape, -(-a_MK.shape[1] // LANES)
     a, b = (torch.nn.functional.pad(x, (0, steps * LANES - k)).view(m, steps, LANES) for x in (a_MK, b_MK))
-    acc = torch.zeros(m, LANES)
+    acc = torch.zeros(m, LANES, dtype=torch.float32, device="cpu")
     for s in range(steps):
         acc = fma_f32(a[:, s], b[:, s], acc)
     while acc.shape[1] > 1:
@@ -118,7 +118,7 @@ def cross_entropy_backward_ref(logits_MV: torch.Tensor, target_M: torch.Tensor, 
     _check_target(logits_MV, target_M)
     p, target = softmax_ref(logits_MV, out_dtype=torch.float32), target_M.detach().cpu().long()
     kept, known = target != ignore_index, (target >= 0) & (target < p.shape[1])
-    hit = torch.arange(p.shape[1]) == target[:, None]
+    hit = torch.arange(p.shape[1], device="cpu") == target[:, None]
     d = (p - hit.float()) / kept.sum().float()
     return torch.where(kept[:, None], torch.where(known[:, None], d, torch.nan), 0.0)
 
@@ -127,7 +127,7 @@ def embedding_backward_ref(dh_MK: torch.Tensor, ids_M: torch.Tensor, vocabulary:
     """dw_VK of h = w[ids] on the CPU: tokens ascending. Raises ValueError for ids outside the vocabulary."""
     _check_ids(dh_MK, ids_M, vocabulary)
     assert_subnormals_kept()
-    dh, out = dh_MK.detach().cpu().float(), torch.zeros(vocabulary, dh_MK.shape[1])
+    dh, out = dh_MK.detach().cpu().float(), torch.zeros(vocabulary, dh_MK.shape[1], dtype=torch.float32, device="cpu")
     for token, row in enumerate(ids_M.tolist()):
         out[row] = out[row] + dh[token]
     return out

@@ -87,10 +87,10 @@ def log_host(x: torch.Tensor) -> torch.Tensor:
     bits = torch.where(small, x * 2.0**23, x).contiguous().view(torch.int32)
     power = (bits - _TWO_THIRDS_BITS) & -0x800000
     f = (bits - power).view(torch.float32) - 1.0
-    e = (power >> 23).float() - torch.where(small, 23.0, 0.0)
+    e = (power >> 23).float() - small.float() * 23.0
     y = fma_f32(_polynomial(f, _LOG), f * f, f)
     y = fma_f32(e, -_LN2_HIGH, fma_f32(e, -_LN2_LOW, y))
-    y = torch.where(x > 0, y, torch.where(x == 0, -torch.inf, torch.nan))
+    y = torch.where(x > 0, y, torch.where(x == 0, -torch.inf, torch.full_like(x, torch.nan)))
     return torch.where(x == torch.inf, torch.inf, y)
 
 

@@ -27,15 +27,20 @@ _kept = threading.local()
 _LARGE = 2048  # elements from which a call into C pays
 
 
-def f32(value: torch.Tensor | float, like: torch.Tensor | None = None) -> torch.Tensor:
+def f32(value: torch.Tensor | float) -> torch.Tensor:
     """`value` as a float32 CPU tensor; exact for bf16, fp16 and for Python floats that are float32 values."""
     if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise ValueError(f"this arithmetic runs on the CPU; got {value.device=}; call x.cpu(), or use tl.fma in a kernel")
         return value.to(torch.float32)
-    return torch.tensor(value, dtype=torch.float32)
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def fma_f32(a: torch.Tensor | float, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
-    """round_to_float32(a * b + c) with one rounding; operands broadcast. Exact for every input, subnormal results included."""
+    """round_to_float32(a * b + c) with one rounding; operands broadcast. Exact for every input, subnormal results included.
+
+    Raises ValueError for tensors that are not on the CPU.
+    """
     a, b, c = f32(a), f32(b), f32(c)
     if max(a.numel(), b.numel(), c.numel()) >= _LARGE and _fma_c.available():
         return _fma_c.fma(a, b, c)

@@ -140,6 +140,8 @@ def integer_accumulate_ref(x_MK: torch.Tensor, weight: IntegerWeight, ex_M: torc
     if engine not in ENGINES:
         raise ValueError(f"engine is one of {ENGINES}; got {engine=}; leave it at auto")
     check_tokens(x_MK, weight)
+    if x_MK.device.type != "cpu":
+        raise ValueError(f"the oracle reads tensors on the CPU; got {x_MK.device=} {weight.device=}; move both, or call integer_accumulate")
     ex_M = _check_exponents(ex_M, row_exponents_ref(x_MK))
     if engine == "auto":
         engine = "c" if _integer_c.available() else "float64"
@@ -147,7 +149,7 @@ def integer_accumulate_ref(x_MK: torch.Tensor, weight: IntegerWeight, ex_M: torc
         raise ValueError(f"engine c needs a C compiler named cc; got {engine=}; use engine='auto'")
     multiply = {"c": _integer_c.totals, "float64": _block_float64, "groups": _block_groups, "int64": _block_int64}[engine]
     (m, k), n = x_MK.shape, weight.n
-    total_MN = torch.zeros((m, n), dtype=torch.int64)
+    total_MN = torch.zeros((m, n), dtype=torch.int64, device="cpu")
     step_m, step_n = max(64, _TOKEN_BYTES // (24 * max(k, 1))), max(16, _WEIGHT_BYTES // (24 * max(k, 1)))
     if engine == "c" and weight.digits is not None:
         step_n = max(n, 1)  # it reads the planes where they are
@@ -169,7 +171,7 @@ def _weight_digits(weight: IntegerWeight, rows: slice) -> torch.Tensor:
 def _block_float64(x_PMK: torch.Tensor, w_PNK: torch.Tensor, products: str) -> torch.Tensor:
     """b6: [d0|d1|d2] [e|e>>8|e>>16]^T, where e>>8 = e0 2^8 + e1: sums below 43,690 * 2^7 * 2^23 * 1.01 < 2^46. b9: three products with e."""
     (m, k), n = x_PMK.shape[1:], w_PNK.shape[1]
-    e_N3K = torch.empty((n, 3, k), dtype=torch.float64)  # e0 2^16 + e1 2^8 + e2, e0 2^8 + e1, e0
+    e_N3K = torch.empty((n, 3, k), dtype=torch.float64, device="cpu")  # e0 2^16 + e1 2^8 + e2, e0 2^8 + e1, e0
     e_N3K[:, 2].copy_(w_PNK[0])
     torch.add(w_PNK[1], e_N3K[:, 2], alpha=256, out=e_N3K[:, 1])
     torch.add(w_PNK[2], e_N3K[:, 1], alpha=256, out=e_N3K[:, 0])
@@ -187,7 +189,7 @@ def groups_of(products: str) -> list[list[tuple[int, int]]]:
 
 def _block_groups(x_PMK: torch.Tensor, w_PNK: torch.Tensor, products: str) -> torch.Tensor:
     """One float64 product per digit weight, its pairs side by side along K; sums below 2^31."""
-    total = torch.zeros((x_PMK.shape[1], w_PNK.shape[1]), dtype=torch.int64)
+    total = torch.zeros((x_PMK.shape[1], w_PNK.shape[1]), dtype=torch.int64, device="cpu")
     for pairs in groups_of(products):
         x = torch.cat([x_PMK[i] for i, _ in pairs], 1).double()
         w = torch.cat([w_PNK[j] for _, j in pairs], 1).double()
@@ -197,7 +199,7 @@ def _block_groups(x_PMK: torch.Tensor, w_PNK: torch.Tensor, products: str) -> to
 
 def _block_int64(x_PMK: torch.Tensor, w_PNK: torch.Tensor, products: str) -> torch.Tensor:
     """Integer matrix products, one per digit pair."""
-    total = torch.zeros((x_PMK.shape[1], w_PNK.shape[1]), dtype=torch.int64)
+    total = torch.zeros((x_PMK.shape[1], w_PNK.shape[1]), dtype=torch.int64, device="cpu")
     for pairs in groups_of(products):
         total = (total << 8) + sum(x_PMK[i].long() @ w_PNK[j].long().T for i, j in pairs)
     return total

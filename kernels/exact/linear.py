@@ -71,7 +71,7 @@ def linear_fma_ref(x_MK: torch.Tensor, w_NK: torch.Tensor, *, engine: str = "aut
     x_MK, w_NK = x_MK.detach().cpu(), w_NK.detach().cpu()
     (m, k), n = x_MK.shape, w_NK.shape[0]
     if m * n * k == 0:
-        return torch.zeros((m, n), dtype=torch.float32)
+        return torch.zeros((m, n), dtype=torch.float32, device="cpu")
     if engine == "c" or (engine == "auto" and _oracle_c.available()):
         w_NK = w_NK if w_NK.dtype == torch.bfloat16 else w_NK.float()
         return _oracle_c.linear(x_MK.float().contiguous(), w_NK.contiguous(), chunks(k, spans))
@@ -106,7 +106,7 @@ def _linear_torch(x_MK: torch.Tensor, w_NK: torch.Tensor, count: int) -> torch.T
     chains = x_LCM.shape[1]
     step_m = min(m, max(1, _TILE_ELEMENTS // (chains * 256)))
     step_n = min(n, max(64, _TILE_ELEMENTS // (chains * step_m)))
-    y_MN = torch.empty((m, n), dtype=torch.float32)
+    y_MN = torch.empty((m, n), dtype=torch.float32, device="cpu")
     for n0 in range(0, n, step_n):
         w_LCN = _by_chunk(w_NK[n0 : n0 + step_n], count)
         for m0 in range(0, m, step_m):
@@ -127,7 +127,7 @@ def _by_chunk(a_RK: torch.Tensor, count: int) -> torch.Tensor:
 
 def _chunk_sums(x_LCM1: torch.Tensor, w_LC1N: torch.Tensor, exact: bool) -> torch.Tensor:
     """One chain per (chunk, m, n), finished by + 0."""
-    acc_CMN = torch.zeros(torch.broadcast_shapes(x_LCM1.shape[1:], w_LC1N.shape[1:]))
+    acc_CMN = torch.zeros(torch.broadcast_shapes(x_LCM1.shape[1:], w_LC1N.shape[1:]), dtype=torch.float32, device="cpu")
     product = torch.empty_like(acc_CMN)
     for x, w in zip(x_LCM1, w_LC1N, strict=True):
         if exact:
@@ -141,7 +141,7 @@ def combine(acc_CMN: torch.Tensor, spans: tuple[tuple[tuple[int, int], ...], ...
     """Chunk sums -> y_MN: left to right inside a span, then the fixed tree over spans (as `chunks` gives them)."""
     parts, c = [], 0
     for span in spans:
-        total = torch.zeros(acc_CMN.shape[1:])
+        total = torch.zeros(acc_CMN.shape[1:], dtype=torch.float32, device="cpu")
         for _ in span:
             total = total + acc_CMN[c]
             c += 1

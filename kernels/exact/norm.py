@@ -71,7 +71,7 @@ def _tree(acc_ML: torch.Tensor) -> torch.Tensor:
 def lane_sum_ref(x_MK: torch.Tensor) -> torch.Tensor:
     """Sum of each row in the order above -> [M] float32."""
     x_MSL = _lanes(x_MK)
-    acc = torch.zeros((len(x_MSL), LANES))
+    acc = torch.zeros((len(x_MSL), LANES), dtype=torch.float32, device="cpu")
     for s in range(x_MSL.shape[1]):
         acc = acc + x_MSL[:, s]
     return _tree(acc)
@@ -80,7 +80,7 @@ def lane_sum_ref(x_MK: torch.Tensor) -> torch.Tensor:
 def sum_of_squares_ref(x_MK: torch.Tensor) -> torch.Tensor:
     """Sum of squares of each row in the order above -> [M] float32."""
     x_MSL = _lanes(x_MK)
-    acc = torch.zeros((len(x_MSL), LANES))
+    acc = torch.zeros((len(x_MSL), LANES), dtype=torch.float32, device="cpu")
     for s in range(x_MSL.shape[1]):
         acc = fma_f32(x_MSL[:, s], x_MSL[:, s], acc)
     return _tree(acc)
@@ -88,9 +88,9 @@ def sum_of_squares_ref(x_MK: torch.Tensor) -> torch.Tensor:
 
 def _scaled(x: torch.Tensor, w_K: torch.Tensor, eps: float) -> torch.Tensor:
     """(x r) w in float32."""
-    mean = sum_of_squares_ref(x) / torch.tensor(float(x.shape[1]))
+    mean = sum_of_squares_ref(x) / torch.tensor(float(x.shape[1]), dtype=torch.float32, device="cpu")
     # correctly rounded by IEEE-754: numpy's sqrt, and division by a tensor, are the hardware's instructions
-    root = torch.from_numpy(np.sqrt((mean + torch.tensor(eps, dtype=torch.float32)).numpy()))
+    root = torch.from_numpy(np.sqrt((mean + torch.tensor(eps, dtype=torch.float32, device="cpu")).numpy()))
     r = torch.ones_like(root) / root
     return (x * r[:, None]) * w_K.detach().cpu().float()
 
@@ -127,7 +127,7 @@ def layernorm_ref(
     _check_bias(w_K, b_K)
     assert_subnormals_kept()
     x = x_MK.detach().cpu().float()
-    y = _scaled(x - (lane_sum_ref(x) / torch.tensor(float(x.shape[1])))[:, None], w_K, eps)
+    y = _scaled(x - (lane_sum_ref(x) / torch.tensor(float(x.shape[1]), dtype=torch.float32, device="cpu"))[:, None], w_K, eps)
     return (y if b_K is None else y + b_K.detach().cpu().float()).to(out_dtype or x_MK.dtype)
 
 

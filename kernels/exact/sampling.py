@@ -66,7 +66,7 @@ def argmax_ref(logits_MV: torch.Tensor) -> torch.Tensor:
     x = logits_MV.detach().cpu().float().contiguous()
     bits = torch.where(x == 0, 0.0, x).view(torch.int32)
     key = torch.where(torch.isnan(x), _LAST, bits ^ ((bits >> 31) & _LAST))
-    packed = (key.long() << 32) | (_LAST - torch.arange(x.shape[1]))
+    packed = (key.long() << 32) | (_LAST - torch.arange(x.shape[1], device="cpu"))
     return _LAST - (packed.amax(1) & _LAST)
 
 
@@ -90,10 +90,10 @@ def sample_ref(logits_MV: torch.Tensor, *, seed: int, request_M: torch.Tensor, p
     _check_draw(logits_MV, seed, request_M, position_M, temperature)
     assert_subnormals_kept()
     x, tokens = logits_MV.detach().cpu().float(), []
-    for some in torch.arange(len(x)).split(max(1, _ELEMENTS // x.shape[1])):  # bounds the memory, changes nothing
+    for some in torch.arange(len(x), device="cpu").split(max(1, _ELEMENTS // x.shape[1])):  # bounds the memory, changes nothing
         noise = gumbel_ref(x.shape[1], seed=seed, request_M=request_M.cpu()[some], position_M=position_M.cpu()[some])
         tokens.append(argmax_ref(x[some] / torch.full_like(x[some], temperature) + noise))
-    return torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------------------

@@ -73,13 +73,11 @@ def quantise_ref(a_RK: torch.Tensor, ex_R: torch.Tensor) -> torch.Tensor:
     return torch.round(v_RK.masked_fill(ex_R[:, None] == EX_NONFINITE, 0.0)).to(torch.int32)
 
 
-def digits_ref(q_RK: torch.Tensor, pad: bool = False) -> torch.Tensor:
-    """q_RK int32 in Q_MIN..Q_MAX -> int8 [3, R, K] (or [3, R, KP]), the top digit first."""
+def digits_ref(q_RK: torch.Tensor) -> torch.Tensor:
+    """q_RK int32 in Q_MIN..Q_MAX -> int8 [3, R, K], the top digit first."""
     if q_RK.numel() and not (int(q_RK.min()) >= Q_MIN and int(q_RK.max()) <= Q_MAX):
         raise ValueError(f"three balanced digits reach {Q_MIN}..{Q_MAX}; got {int(q_RK.min())=} {int(q_RK.max())=}; "
                          "pass exponents that are at least the rows' own (row_exponents of the whole rows)")  # fmt: skip
-    if pad:
-        q_RK = torch.nn.functional.pad(q_RK, (0, padded(q_RK.shape[1]) - q_RK.shape[1]))
     t = (q_RK + 0x808080) ^ 0x808080
     return torch.stack([t << 8 >> 24, t << 16 >> 24, t << 24 >> 24]).to(torch.int8)
 

@@ -92,7 +92,7 @@ def token_losses_ref(logits_MV: torch.Tensor, target_M: torch.Tensor, *, ignore_
 
 def cross_entropy_ref(logits_MV: torch.Tensor, target_M: torch.Tensor, *, ignore_index: int = -100) -> torch.Tensor:
     """float32 scalar on the CPU: the mean loss over the tokens that are not ignored."""
-    total = torch.tensor(0.0)
+    total = torch.tensor(0.0, dtype=torch.float32, device="cpu")
     for loss in token_losses_ref(logits_MV, target_M, ignore_index=ignore_index):
         total = total + loss  # an ignored token's +0 changes nothing: no loss is negative
     return total / (target_M.detach().cpu() != ignore_index).sum().float()

@@ -104,7 +104,7 @@ class Decoder:
         self.request_B = torch.zeros(batch, dtype=torch.int64, device=device)
         self._start_B = torch.zeros(batch, dtype=torch.int32, device=device)
         self._count_B = torch.zeros(batch, dtype=torch.int32, device=device)
-        self._logits_BV = torch.zeros((batch, config.vocabulary), device=device)
+        self._logits_BV = torch.zeros((batch, config.vocabulary), dtype=torch.float32, device=device)
 
     # ---- what a caller does ----------------------------------------------------------------------------------------------------
 
@@ -123,13 +123,13 @@ class Decoder:
         idle = self.batch - len(prompts)
         longest, rows = max(map(len, prompts)), [*prompts, *([[]] * idle)]
         self.rows, self.lengths = len(prompts), [len(row) for row in rows]
-        self.request_B.copy_(torch.tensor([*requests, *([0] * idle)]))
+        self.request_B.copy_(torch.tensor([*requests, *([0] * idle)], device="cpu"))
         self._logits_BV.zero_()
         step = chunk or longest
         for first in range(0, longest, step):
             self._pass([row[first : first + step] for row in rows], first, pad_to)
-        self._start_B.copy_(torch.tensor(self.lengths, dtype=torch.int32))
-        self._count_B.copy_(torch.tensor([1] * self.rows + [0] * idle, dtype=torch.int32))
+        self._start_B.copy_(torch.tensor(self.lengths, dtype=torch.int32, device="cpu"))
+        self._count_B.copy_(torch.tensor([1] * self.rows + [0] * idle, dtype=torch.int32, device="cpu"))
         self._choose()
         return self._logits_BV[: self.rows]
 
@@ -164,7 +164,7 @@ class Decoder:
         if len(lengths) != self.rows or any(not 0 <= new <= old for new, old in zip(lengths, self.lengths, strict=False)):
             raise ValueError(f"need one length a row, none above the row's own, got {lengths=} {self.lengths[: self.rows]=}; rewind only goes back")
         self.lengths[: self.rows] = lengths
-        self._start_B[: self.rows] = torch.tensor(lengths, dtype=torch.int32).to(self.model.device)
+        self._start_B[: self.rows] = torch.tensor(lengths, dtype=torch.int32, device="cpu").to(self.model.device)
 
     @property
     def logits_BV(self) -> torch.Tensor:
@@ -228,7 +228,7 @@ class Decoder:
                     extent=first + layout.tokens, even=len(set(counts)) == 1)
         ending = [row for row, count in enumerate(counts) if count and self.lengths[row] == first + count]
         # the row of the linears where the last token of each ending row stands
-        place_BT = torch.arange(len(layout.ids_M)).view(-1, layout.tokens) if layout.place_BT is None else layout.place_BT.cpu()
+        place_BT = torch.arange(len(layout.ids_M), device="cpu").view(-1, layout.tokens) if layout.place_BT is None else layout.place_BT.cpu()
         last_R = torch.tensor([int(place_BT[row, counts[row] - 1]) for row in ending], dtype=torch.int64, device=device)
         logits_RV = self._forward(layout, span, last_R)
         if logits_RV is not None:

@@ -110,7 +110,7 @@ def forward(
     ends = np.cumsum([len(ids) for ids in token_ids]).tolist()
     run = _Run(weights=weights, bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)), dtype=activation_dtype, engine=engine, observe=observe)
     with torch.no_grad(), _torch_threads(threads), contextlib.suppress(StopForward):
-        h_MK = weights["embed_tokens"][torch.tensor([i for ids in token_ids for i in ids])].float()
+        h_MK = weights["embed_tokens"][torch.tensor([i for ids in token_ids for i in ids], device="cpu")].float()
         for layer in range(config.layers):
             h_MK = h_MK + _attend(run, f"layers.{layer}", h_MK)
             h_MK = h_MK + _mlp(run, f"layers.{layer}", h_MK)
@@ -122,7 +122,7 @@ def _attend(run: _Run, layer: str, h_MK: torch.Tensor) -> torch.Tensor:
     config = run.weights.config
     x_MK = run.norm(f"{layer}.input_layernorm", h_MK)
     q, k, v = (run.linear(f"{layer}.self_attn.{part}_proj", x_MK) for part in "qkv")
-    out_MK = torch.empty(h_MK.shape)
+    out_MK = torch.empty(h_MK.shape, dtype=torch.float32, device="cpu")
     for start, stop in run.bounds:
         cos_TD, sin_TD = rope_tables(tokens=stop - start, head_dim=config.head_dim, base=config.rope_base)
         q_HTD, k_GTD, v_GTD = (part[start:stop].unflatten(1, (-1, config.head_dim)).transpose(0, 1) for part in (q, k, v))

@@ -58,5 +58,5 @@ def random_weights(config: LlamaConfig, *, seed: int, device: str | torch.device
             w_NK = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
             tensors[name] = w_NK.mul_(shape[1] ** -0.5)
         else:
-            tensors[name] = torch.randn(shape, generator=generator, device=device) if name.endswith("bias") else torch.ones(shape, device=device)
+            tensors[name] = torch.randn(shape, generator=generator, device=device, dtype=torch.float32) if name.endswith("bias") else torch.ones(shape, dtype=torch.float32, device=device)
     return LlamaWeights(config=config, tensors=tensors)

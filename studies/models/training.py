@@ -156,7 +156,7 @@ def initial_state(config: LlamaConfig, *, seed: int, optimizer: AdamW | None = N
     """Matrices from `philox_bell`, scaled by the power of two next to 1 / sqrt(inputs); norms 1; moments 0."""
     parameters = {}
     for stream, (name, shape) in enumerate(parameter_shapes(config).items()):
-        w = torch.ones(shape) if len(shape) == 1 else philox_bell(shape, seed, stream=stream, scale_log2=-(shape[1].bit_length() // 2))
+        w = torch.ones(shape, dtype=torch.float32, device="cpu") if len(shape) == 1 else philox_bell(shape, seed, stream=stream, scale_log2=-(shape[1].bit_length() // 2))
         parameters[name] = w.to(device)
     m, v = ({name: torch.zeros_like(w) for name, w in parameters.items()} for _ in range(2))
     return TrainingState(config=config, optimizer=optimizer or AdamW(), parameters=parameters, m=m, v=v)

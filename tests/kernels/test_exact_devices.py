@@ -2,6 +2,7 @@
 
 import ast
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from kernels.exact import activations, attention, attention_backward, backward, integer, norm, optimizer, rope, sampling, softmax
 from kernels.exact._device import on_gpu
 from kernels.exact.decode import DecodeSchedule, pack_weight
+from kernels.exact.ieee import fma_f32
 from kernels.exact.linear import linear_fma
 from kernels.exact.prefill import PrefillSchedule
 from kernels.exact.prefill_tiled import TiledSchedule
@@ -110,3 +112,13 @@ def test_operands_on_two_devices_are_named(other: str, entered: list[str]) -> No
 def test_a_packed_weight_counts_as_an_operand() -> None:
     with pytest.raises(ValueError, match="linear_fma takes operands on one device; got meta and cpu"):
         linear_fma(X.to("meta"), pack_weight(X))
+
+
+def test_references_refuse_tensors_whose_memory_they_cannot_read() -> None:
+    """A pointer of a GPU handed to compiled code would end the process."""
+    for elements in (8, 4096):  # float64 arithmetic, and the compiled engine
+        with pytest.raises(ValueError, match="runs on the CPU; got value.device"):
+            fma_f32(torch.ones(elements), torch.ones(elements, device="meta"), 0.0)
+    elsewhere = replace(PREPARED, ex_N=PREPARED.ex_N.to("meta"), digits=PREPARED.digits.to("meta"))
+    with pytest.raises(ValueError, match="the oracle reads tensors on the CPU"):
+        integer.integer_accumulate_ref(X.to("meta"), elsewhere, EX)

@@ -59,7 +59,7 @@ def test_slicing_equals_the_reference_for_every_kind_of_row(k: int) -> None:
         x = hard_rows(20, k).to(dtype)
         planes, ex = slice_rows(x.cuda())
         assert ex.tolist() == row_exponents_ref(x).tolist() == row_exponents(x.cuda()).tolist()
-        same(planes, digits_ref(quantise_ref(x, ex.cpu()), pad=True))
+        same(planes, digits_ref(torch.nn.functional.pad(quantise_ref(x, ex.cpu()), (0, -k % 64))))
 
 
 @pytest.mark.parametrize("products", PRODUCTS)

@@ -64,10 +64,10 @@ def test_slicing_equals_the_reference_for_every_kind_of_row(k: int, monkeypatch:
         for a in (x, x.to(BF16), x.to(FP16), x.t().contiguous().t()):
             planes, ex = slice_rows(a)
             assert ex.tolist() == row_exponents_ref(a).tolist() == row_exponents(a).tolist()
-            same(planes, digits_ref(quantise_ref(a, ex), pad=True))
+            same(planes, digits_ref(torch.nn.functional.pad(quantise_ref(a, ex), (0, -k % 64))))
             assert planes.shape == (3, 12, padded(k))
         given = torch.where(ex < 100, ex + 3, ex)
-        same(slice_rows(x, ex_R=given)[0], digits_ref(quantise_ref(x, given), pad=True))
+        same(slice_rows(x, ex_R=given)[0], digits_ref(torch.nn.functional.pad(quantise_ref(x, given), (0, -k % 64))))
 
 
 @pytest.mark.parametrize("products", PRODUCTS)
