@@ -53,7 +53,7 @@ def serving(ctx: Context, *, batches: list[int], context: int, prompts: list[int
     some = [v for v in variants if v != "sgemm"]  # LayerCast's arithmetic without its upcasts, which take a hundredth of a prefill
     for tokens in prompts:
         ids = torch.randint(LLAMA2_7B.vocabulary, (tokens,), generator=torch.Generator().manual_seed(ctx.seed)).tolist()
-        result = _contest(ctx, {v: _prefill(v, models[v], ids) for v in some}, 2, 1, graph=False)
+        result = _contest(ctx, {v: _prefill(v, models[v], ids) for v in some}, 1, 2, graph=False)
         phases.append(_phase("prefill", 1, tokens, result, some) | {"floor_flops": 2 * (weights_in_linears() - LLAMA2_7B.vocabulary * LLAMA2_7B.hidden) * tokens})
         arrays |= {f"prefill{tokens}.{v}": result.samples[v] for v in some}
     return Result(records={"phases": phases}, arrays=arrays, facts={"peak_gb": f"{torch.cuda.max_memory_allocated() / 1e9:.1f}"} if gpu else {})
@@ -87,7 +87,7 @@ def floor_bytes(variant: str, batch: int, context: int) -> int:
 def _contest(ctx: Context, variants: dict[str, Variant], rounds: int, launches: int, *, graph: bool) -> ContestResult:
     """The control is the faster exact family: a program that is timed twice need not be a slow one.
 
-    A prefill needs no warm-up of its own: before the first round each one has run ten times, which takes seconds.
+    A prefill needs no warm-up of its own: before the first round each one has run more than ten times, which takes seconds.
     """
     return contest(list(variants.values()), device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=0.5 if graph else 0.0, mode="graph" if graph else "eager",
                    control="integer" if "integer" in variants else next(iter(variants)))

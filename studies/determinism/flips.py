@@ -1,6 +1,6 @@
 """Measure functions of the flip study: where do an implementation's tokens change with the batch, and how close was the choice?
 
-    texts(ctx, impl="bf16", batch=8, prompts=192, new_tokens=128)       # greedy texts on GSM8K questions
+    texts(ctx, impl="bf16", batch=8, prompts=128, new_tokens=96)        # greedy texts on GSM8K questions
     labels(ctx, impl="bf16", batch=16, sentences=872)                   # SST-2 by the two labels' logits
 
 `texts` keeps each step's token, the gap between the two highest logits (in nats) and the probability of the highest; comparing two

@@ -28,7 +28,7 @@ class Contest:
     variants: tuple[str, ...]
     rounds: int = 8
     launches: int = 12
-    warmup_s: float = 0.3
+    warmup_s: float = 0.2
     replicates: int = 0  # process starts; 0: the config's
     eager: bool = False  # also timed without a graph, as most users run
 
@@ -49,8 +49,8 @@ class Flips:
 
     texts: Mapping[str, tuple[int, ...]]  # implementation -> batches
     labels: Mapping[str, tuple[int, ...]]
-    prompts: int = 192  # whole batches of 8 and of 64
-    new_tokens: int = 128
+    prompts: int = 128  # whole batches of 8 and of 64
+    new_tokens: int = 96
     sentences: int = 872
 
 

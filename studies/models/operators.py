@@ -8,10 +8,10 @@
 Legend: M tokens of all rows, K features, B rows, T new tokens of a row, H query heads, G key heads, D head_dim, P positions of a cache.
 "exact" runs an oracle on a CPU and its kernel on a GPU, with equal bits. "torch" is what a user of transformers runs, and so of LayerCast,
 whose patch replaces linears only, of plain fp32 and of plain bf16: norms in fp32 rounded to the activations' dtype, cos and sin in that
-dtype, `scaled_dot_product_attention` (SDPA) over the cache. "serving" is the leanest bf16 decoder that can be made of these parts: exact's
-fused norms, rope and SwiGLU, and SDPA, which reads queries and writes outputs where they lie. Both append to SDPA's cache by one kernel,
-as "exact" does to its own, so that no baseline pays for launches that its users could spare. No operator waits for the GPU when T = 1,
-so that a step can be captured in a CUDA graph.
+dtype, made once a pass like the mask, `scaled_dot_product_attention` (SDPA) over the cache. "serving" is the leanest bf16 decoder that
+can be made of these parts: exact's fused norms, rope and SwiGLU, and SDPA, which reads queries and writes outputs where they lie. Both
+append to SDPA's cache by one kernel, as "exact" does to its own, so that no baseline pays for launches that its users could spare. No
+operator waits for the GPU when T = 1, so that a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -150,6 +150,14 @@ def _append(cache: TorchCache, k_BTGD: torch.Tensor, v_BTGD: torch.Tensor, span:
         )  # fmt: skip
 
 
+def _once(position_BT: torch.Tensor, name: tuple, make: Callable[[], Any]) -> Any:
+    """What transformers computes once a pass and hands to every layer: kept on the pass's own tensor of positions, gone with it."""
+    kept = position_BT.__dict__.setdefault("_once", {})
+    if name not in kept:
+        kept[name] = make()
+    return kept[name]
+
+
 def _attention(q_BTHD: torch.Tensor, cache: TorchCache, span: Span, dtype: torch.dtype) -> torch.Tensor:
     tokens, heads = q_BTHD.shape[1:3]
     k, v = cache.k_BGPD[:, :, : span.extent], cache.v_BGPD[:, :, : span.extent]
@@ -158,7 +166,7 @@ def _attention(q_BTHD: torch.Tensor, cache: TorchCache, span: Span, dtype: torch
     if span.even and tokens in (1, span.extent):
         o = F.scaled_dot_product_attention(q, k, v, is_causal=tokens > 1, enable_gqa=grouped)
     else:
-        mask_B1TK = torch.arange(span.extent, device=q.device) <= span.position_BT[:, None, :, None]
+        mask_B1TK = _once(span.position_BT, ("mask", span.extent), lambda: torch.arange(span.extent, device=q.device) <= span.position_BT[:, None, :, None])
         if grouped:  # as transformers does where there is a mask: the fused kernels that take one know no groups
             k, v = (part.repeat_interleave(heads // k.shape[1], dim=1) for part in (k, v))
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_B1TK)
@@ -175,7 +183,7 @@ def _add_norm(h_MK: torch.Tensor, delta_MK: torch.Tensor | None, w_K: torch.Tens
 def _rope(
     x_BTHD: torch.Tensor, position_BT: torch.Tensor, cos_PD: torch.Tensor, sin_PD: torch.Tensor, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    cos, sin = (table[position_BT][:, :, None].to(x_BTHD.dtype) for table in (cos_PD, sin_PD))
+    cos, sin = _once(position_BT, ("rotation", x_BTHD.dtype), lambda: [table[position_BT][:, :, None].to(x_BTHD.dtype) for table in (cos_PD, sin_PD)])
     a, b = x_BTHD.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(out_dtype or x_BTHD.dtype)
 

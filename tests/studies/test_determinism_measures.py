@@ -380,6 +380,20 @@ def test_the_baselines_append_kernel_compiles_and_its_cpu_form_writes_what_span_
     assert torch.equal(cache.k_BGPD, expected) and torch.equal(cache.v_BGPD, -expected)
 
 
+def test_plain_torch_makes_its_rotation_once_a_pass_and_anew_for_the_next():
+    ops, tables = operators("torch", torch.device("cpu")), (torch.arange(8.0).view(4, 2), torch.ones(4, 2))
+    x_BTHD, start_B = torch.ones(1, 1, 1, 4), torch.zeros(1, dtype=torch.int32)
+    turned = []
+    for _ in range(2):  # as the decoder does: the same buffer moves on, its view is new in each pass
+        position_BT = start_B[:, None]
+        for gathers in (2, 0):
+            with Dispatched() as seen:
+                turned.append(ops.rope(x_BTHD, position_BT, *tables).flatten().tolist())
+            assert sum(name.startswith("index") for name in seen.names) == gathers
+        start_B.add_(1)
+    assert turned == [[-1.0, 0.0, 1.0, 2.0]] * 2 + [[1.0, 2.0, 3.0, 4.0]] * 2
+
+
 # ---------------------------------------------------------------- the 7B-shaped decoder's numbers
 
 
