@@ -96,4 +96,7 @@ def load(name: str, source: str) -> tuple[ctypes.CDLL | None, str]:
                 os.replace(built, path)
         except (OSError, subprocess.CalledProcessError) as error:
             return None, f"cc failed: {getattr(error, 'stderr', None) or error}"
-    return ctypes.CDLL(str(path)), ""
+    try:
+        return ctypes.CDLL(str(path)), ""
+    except OSError as error:  # built for another system, or a folder from which nothing may be executed
+        return None, f"{path} cannot be loaded: {error}"

@@ -126,6 +126,8 @@ def attention(
         raise ValueError(f"the kernels read 8 elements at once: head_dim is a multiple of 8; got {cache.head_dim=}; pad q, k and v with zeros")
     if max_tokens is not None and not 1 <= max_tokens <= cache.tokens:
         raise ValueError(f"max_tokens is between 1 and the cache's capacity; got {max_tokens=} {cache.tokens=}; leave it out")
+    if schedule is not None and not isinstance(schedule, (AttentionDecodeSchedule, AttentionPrefillSchedule)):
+        raise ValueError(f"attention takes an AttentionDecodeSchedule or AttentionPrefillSchedule; got {schedule=}; leave it out")
     if q_BTHD.numel() == 0:
         return torch.zeros(q_BTHD.shape, dtype=out_dtype, device=q_BTHD.device)
     rows = q_BTHD.shape[1] * (q_BTHD.shape[2] // cache.kv_heads)

@@ -4,10 +4,11 @@
 
 Layout: the weight is stored as [span, group of 8 k, n, 8], so a lane reads 8 consecutive k of one row in 16 bytes and a warp reads 512
 consecutive bytes. A warp owns one span (8 warps, 8 spans) and walks its chunks one after the other; every product is one `tl.fma` of
-weights upcast in registers. The tree over spans is taken inside the CTA, or by a second small kernel where spans are spread over
-`split` CTAs. Legend: M tokens, N outputs, S spans, G groups of 8 in a span, R rows of W per thread, B tokens per thread.
+weights upcast in registers. The tree over spans is taken inside the CTA; where spans or chunks are spread over CTAs, each stores its sums, and
+the last CTA of a block of outputs (who is last, an atomic ticket says) or a second small kernel adds them in the fixed order. Legend: M tokens, N outputs, S spans, G groups of 8 in a span, R rows of W per thread, B tokens per thread.
 
-It keeps 2 bytes a weight, does not use tensor cores, shared-memory staging or atomics, and the schedule cannot change bits.
+It keeps 2 bytes a weight and uses neither tensor cores nor shared-memory staging; no float passes through an atomic, and the schedule cannot
+change bits. The tickets belong to the weight, so one packed weight serves one stream at a time.
 """
 
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def pack_weight(w_NK: torch.Tensor, *, spans: int | None = None) -> PackedWeight
         raise ValueError(f"a weight is w_NK; got {tuple(w_NK.shape)=}; reshape it to two dimensions")
     n, k = w_NK.shape
     count = span_count(k, spans)
-    data = pad_spans(w_NK, count).view(n, count, -1, GROUP).permute(1, 2, 0, 3).contiguous()
+    data = pad_spans(w_NK, count).view(n, count, -(-k // (count * GROUP)), GROUP).permute(1, 2, 0, 3).contiguous()
     return PackedWeight(data=data, tickets=torch.zeros(4 * -(-n // 32), dtype=torch.int32, device=w_NK.device), n=n, k=k)
 
 
@@ -104,7 +105,7 @@ def pad_spans(a_RK: torch.Tensor, s: int) -> torch.Tensor:
     length = k // s
     if length % GROUP == 0:
         return a_RK.contiguous()
-    return torch.nn.functional.pad(a_RK.reshape(rows, s, length), (0, -length % GROUP)).reshape(rows, -1)
+    return torch.nn.functional.pad(a_RK.reshape(rows, s, length), (0, -length % GROUP)).reshape(rows, s * (length + -length % GROUP))
 
 
 def dividing_unroll(unroll: int, groups: int) -> int:

@@ -12,7 +12,8 @@ Legend: M tokens, N outputs, K inputs. x and w are sliced by rows (slices.py): x
 **Rounding.** T is an integer below 2^62; y is the float32 nearest to the real number T 2^e, ties to even, subnormals kept, an infinity from
 2^128 - 2^103 on; T = 0 gives +0, a negative T that rounds to zero gives -0. **Non-finite.** A row of x with an infinity or a NaN gives a row of
 NaN (canonical bits are hashed); other rows do not see it. A weight with one is refused by `prepare_integer`. **K <= 43,690**: three digit
-products of at most 2^14 per k stay below 2^31 in an int32 accumulator.
+products of at most 2^14 per k stay below 2^31 in an int32 accumulator. Accumulators of several shards of K add up to T < 2^62 for a total K of at
+most 66,572 (b9: |q_x q_w| <= (127 * 2^16)^2 a k) or 4,261,479,413 (b6).
 **Error.** Operands: each is off by at most 2^-22.98 of its row's maximum (bf16 and fp16 elements within 2^-16 and 2^-13 of the maximum are
 exact). b6 drops at most 2 * 2^14 2^-8 + 2^14 2^-16 units of T per k. Normwise: a row whose maximum is far above its median loses the ratio.
 Measured on the CPU at K = 4096 (fp32 tokens, sums of three uniforms), mean |error| / (|x| |w|) in 2-norms: b6 4.5e-9 with bf16 and 6.3e-9 with fp32
@@ -35,6 +36,8 @@ __all__ = ["ENGINES", "IntegerWeight", "MAX_K", "PRODUCTS", "integer_accumulate"
 PRODUCTS = ("b6", "b9")
 ENGINES = ("auto", "c", "float64", "groups", "int64")
 MAX_K = (2**31 - 1) // (3 * 2**14)  # 43,690
+# K of all shards together: T stays below 2^62. A row's own exponent, or a larger one, keeps |q| <= 127 * 2^16; digits reach 2^7 each
+MAX_TOTAL_K = {"b6": (2**62 - 1) // (2**30 + 2 * 2**22 + 3 * 2**14), "b9": (2**62 - 1) // (127 << 16) ** 2}
 SCALE = {"b6": 30, "b9": 46}  # y = T 2^(ex_M + ex_N - SCALE)
 DECODE_TOKENS = 16  # up to here the decode kernel, above it the prefill kernel: a function of shape only
 _TOKEN_BYTES, _WEIGHT_BYTES = 32 << 20, 4 << 20  # float64 operands of one block of the oracle; more was slower (fresh pages)
@@ -77,17 +80,24 @@ def check_products(products: str) -> None:
         raise ValueError(f"products is one of {PRODUCTS}; got {products=}; b6 is the default, b9 the exact product")
 
 
-def prepare_integer(w_NK: torch.Tensor, *, products: str = "b6", prefill: bool = True, exponents: torch.Tensor | None = None) -> IntegerWeight:
+def prepare_integer(
+    w_NK: torch.Tensor, *, products: str = "b6", prefill: bool = True, exponents: torch.Tensor | None = None, total_k: int | None = None
+) -> IntegerWeight:  # fmt: skip
     """Slices w_NK (bf16, fp16 or fp32; any strides) once, on its device.
 
     prefill=False keeps no digit planes of a bf16 weight: 2 bytes a weight, any number of tokens by the decode kernel. exponents: int32 [N] over
-    the whole rows where w_NK is a tensor-parallel shard along K (the maximum over the ranks of `row_exponents(w_shard)`).
-    ValueError: K > 43,690, a non-finite element, a wrong dtype or shape, exponents below the rows' own. Waits for the device.
+    the whole rows where w_NK is a tensor-parallel shard along K (the maximum over the ranks of `row_exponents(w_shard)`); total_k: their
+    length, the K of all shards whose accumulators will be added (default: this K alone). ValueError: K > 43,690, total_k below K or above
+    MAX_TOTAL_K, a non-finite element, a wrong dtype or shape, exponents below the rows' own. Waits for the device.
     """
     check_products(products)
     own_N = row_exponents_ref(w_NK)
     n, k = w_NK.shape
     check_k(k)
+    total_k = k if total_k is None else total_k
+    if not k <= total_k <= MAX_TOTAL_K[products]:
+        raise ValueError(f"the total K is at least the shard's {k} and at most {MAX_TOTAL_K[products]}, or int64 sums leave 2^62; got {total_k=} {products=}; "
+                         "take fewer inputs, or b6")  # fmt: skip
     if bool((own_N == EX_NONFINITE).any()):
         raise ValueError(f"a weight has finite elements; got {int((own_N == EX_NONFINITE).sum())} rows of {tuple(w_NK.shape)} with infinity or NaN; mend it")
     ex_N = own_N if exponents is None else _check_exponents(exponents, own_N)
@@ -212,6 +222,8 @@ def integer_finish_ref(total_MN: torch.Tensor, ex_M: torch.Tensor, weight: Integ
     rounds alone.
     """
     assert_subnormals_kept()
+    if total_MN.numel() and not -(1 << 62) < int(total_MN.min()) <= int(total_MN.max()) < 1 << 62:
+        raise ValueError(f"totals lie within +-2^62; got {int(total_MN.min())} to {int(total_MN.max())}; add the shards of one K, of at most MAX_TOTAL_K")
     big = total_MN.abs() >= 1 << 52
     odd = (total_MN >> 10) | (total_MN & 1023 != 0)
     e_MN = (ex_M[:, None] + weight.ex_N[None, :] - SCALE[weight.products]).long() + 10 * big
@@ -240,7 +252,7 @@ def row_exponents(x_MK: torch.Tensor) -> torch.Tensor:
 
 @on_gpu("integer_accumulate")
 def integer_accumulate(x_MK: torch.Tensor, weight: IntegerWeight, ex_M: torch.Tensor, *, schedule: object = None) -> torch.Tensor:
-    """On a GPU -> T_MN int64, the exact sum over this K; T of several shards of K add up to the whole's in any order.
+    """On a GPU -> T_MN int64, the exact sum over this K; T of several shards of K add up to the whole's in any order (`prepare_integer`'s total_k checks their number).
 
     ex_M int32 must be at least x's own row exponents (not checked here: it would cost a wait; `integer_accumulate_ref` checks).
     """
@@ -266,8 +278,10 @@ def _tokens(x_MK: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
 def _multiply(planes: torch.Tensor, ex_M: torch.Tensor, weight: IntegerWeight, schedule: object, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     from kernels.exact.decode import output_buffer
     from kernels.exact.integer_decode import IntegerDecodeSchedule, decode_integer
-    from kernels.exact.integer_prefill import prefill_integer
+    from kernels.exact.integer_prefill import IntegerPrefillSchedule, prefill_integer
 
+    if schedule is not None and not isinstance(schedule, (IntegerDecodeSchedule, IntegerPrefillSchedule)):
+        raise ValueError(f"the integer family takes an IntegerDecodeSchedule or IntegerPrefillSchedule; got {schedule=}; leave it out")
     m, n, k = ex_M.shape[0], weight.n, weight.k
     if dtype == torch.float32:
         out = output_buffer(out, m, n, ex_M.device)

@@ -42,13 +42,17 @@ def linear_fma(x_MK: torch.Tensor, w: PackedWeight | torch.Tensor, *, schedule: 
     """On a GPU -> y_MN float32, equal to `linear_fma_ref` bit for bit for every schedule.
 
     w: `pack_weight(w_NK)`, made once; a plain w_NK is packed again at each call. The kernel follows from the number of tokens alone
-    unless `schedule` names one. `out`, fp32 and contiguous, receives the result.
+    unless `schedule` names one (a DecodeSchedule, PrefillSchedule or, on NVIDIA, TiledSchedule). `out`, fp32 and contiguous, receives the result.
+    One packed weight serves one stream at a time: launches that overlap would share its tickets. Raises ValueError for operands that do not fit.
     """
     if isinstance(w, torch.Tensor):
         check_operands(x_MK, w)
         w = pack_weight(w)
     if x_MK.ndim != 2 or x_MK.shape[1] != w.k or x_MK.dtype not in DTYPES or w.dtype not in DTYPES:
         raise ValueError(f"need x_MK with K = {w.k}, operands bf16, fp16 or fp32; got {tuple(x_MK.shape)=} {x_MK.dtype=} {w.dtype=}; flatten or cast")
+    fitting = (DecodeSchedule, PrefillSchedule) if torch.version.hip is not None else (DecodeSchedule, PrefillSchedule, TiledSchedule)
+    if schedule is not None and not isinstance(schedule, fitting):
+        raise ValueError(f"linear_fma takes a schedule of kernels.exact: {', '.join(kind.__name__ for kind in fitting)}; got {schedule=}; leave it out")
     if isinstance(schedule, DecodeSchedule) or (schedule is None and x_MK.shape[0] <= DECODE_TOKENS):
         return decode_fma(x_MK, w, schedule, out)
     if isinstance(schedule, PrefillSchedule) or torch.version.hip is not None:

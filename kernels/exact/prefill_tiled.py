@@ -55,6 +55,11 @@ class TiledSchedule:
         if self.warps % self.warps_m or self.block_m * self.block_n > 128 * 128 * self.warps // 4 or not (self.registers == 0 or 64 <= self.registers <= 255):
             raise ValueError(f"warps_m divides warps, a thread holds at most 128 chains, registers are 0 or 64 to 255; got {self}; take an entry of tiled_schedules()")
 
+    @property
+    def shared_bytes(self) -> int:
+        """Two tiles of x and of w, and the span sums: at most 224 KiB for what is allowed above, and 227 KiB are at hand."""
+        return 4 * (2 * (self.block_m + self.block_n) * self.block_k + self.block_m * self.block_n)
+
 
 @gluon.jit
 def outer_fma(a_M, b_N, acc_MN):

@@ -77,7 +77,8 @@ def _layout(pieces: Sequence[Sequence[int]], width: int, device: torch.device) -
 
 
 class Decoder:
-    """`batch` rows of a cache of `capacity_tokens` each, for one model. Not for several threads.
+    """`batch` rows of a cache of `capacity_tokens` each, for one model. Not for several threads; decoders
+    that share a model share its packed weights, which serve one stream at a time.
 
     `graph`: steps are replays of one CUDA graph, captured at the first step; nothing in it waits for the host.
     Raises ValueError for sizes below 1, a capacity beyond the model's context, and a graph on a CPU or over ranks.
@@ -144,7 +145,7 @@ class Decoder:
         if next_tokens is not None:
             if len(next_tokens) != self.rows:
                 raise ValueError(f"need one token a row, got {len(next_tokens)=} {self.rows=}; pass as many as there were prompts")
-            check_tokens(self.model.config, [next_tokens])
+            check_tokens(self.model.config, [[token] for token in next_tokens])
             self.ids_B[: self.rows] = torch.tensor(next_tokens, device=self.ids_B.device)
         self.lengths = [length + (row < self.rows) for row, length in enumerate(self.lengths)]
         if not self._use_graph:

@@ -88,7 +88,7 @@ def _linear_integer(x_MK: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
 def _prepare_integer_columns(w_NK: torch.Tensor, parallel: Parallel, *, products: str) -> IntegerWeight:
     """A rank's columns are scaled by the exponents of the whole rows."""
     exponents = row_exponents_ref(w_NK) if parallel.size > 1 else None
-    return prepare_integer(parallel.columns(w_NK), products=products, exponents=exponents)
+    return prepare_integer(parallel.columns(w_NK), products=products, exponents=exponents, total_k=w_NK.shape[1])
 
 
 def _reduce_integer(x_MK: torch.Tensor, weight: IntegerWeight, parallel: Parallel) -> torch.Tensor:

@@ -61,13 +61,14 @@ class LlamaWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """What every layer of one forward pass shares. `bounds`: [start, stop) rows of each sequence."""
+    """What every layer of one forward pass shares. `bounds`: [start, stop) rows of each sequence; `rope`: tables of the longest."""
 
     weights: LlamaWeights
     bounds: tuple[tuple[int, int], ...]
     dtype: torch.dtype
     engine: str
     observe: Observer
+    rope: tuple[torch.Tensor, torch.Tensor]
 
     def linear(self, name: str, x_MK: torch.Tensor) -> torch.Tensor:
         self.observe(name, x_MK)
@@ -108,7 +109,8 @@ def forward(
     config = weights.config
     check_tokens(config, token_ids)
     ends = np.cumsum([len(ids) for ids in token_ids]).tolist()
-    run = _Run(weights=weights, bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)), dtype=activation_dtype, engine=engine, observe=observe)
+    rope = rope_tables(tokens=max(map(len, token_ids)), head_dim=config.head_dim, base=config.rope_base)
+    run = _Run(weights=weights, bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)), dtype=activation_dtype, engine=engine, observe=observe, rope=rope)
     with torch.no_grad(), _torch_threads(threads), contextlib.suppress(StopForward):
         h_MK = weights["embed_tokens"][torch.tensor([i for ids in token_ids for i in ids], device="cpu")].float()
         for layer in range(config.layers):
@@ -122,9 +124,10 @@ def _attend(run: _Run, layer: str, h_MK: torch.Tensor) -> torch.Tensor:
     config = run.weights.config
     x_MK = run.norm(f"{layer}.input_layernorm", h_MK)
     q, k, v = (run.linear(f"{layer}.self_attn.{part}_proj", x_MK) for part in "qkv")
+    cos_PD, sin_PD = run.rope
     out_MK = torch.empty(h_MK.shape, dtype=torch.float32, device="cpu")
     for start, stop in run.bounds:
-        cos_TD, sin_TD = rope_tables(tokens=stop - start, head_dim=config.head_dim, base=config.rope_base)
+        cos_TD, sin_TD = cos_PD[: stop - start], sin_PD[: stop - start]
         q_HTD, k_GTD, v_GTD = (part[start:stop].unflatten(1, (-1, config.head_dim)).transpose(0, 1) for part in (q, k, v))
         q_HTD, k_GTD = apply_rope(q_HTD, cos_TD, sin_TD), apply_rope(k_GTD, cos_TD, sin_TD)
         o_HTD = causal_attention_ref(*(part.to(run.dtype) for part in (q_HTD, k_GTD, v_GTD)))

@@ -7,6 +7,7 @@ Joining q, k, v (and gate, up) along N and sharing N out cannot change bits. K i
 o_proj where the ranks divide query and key heads, down_proj where they divide the intermediate features; what does not divide stays
 whole on every rank (SmolLM2's attention: 9 and 3 heads). The embedding stays whole; the logits' matrix is split by vocabulary.
 Preparation may take several times the memory of the bf16 weights (`kernels.exact`); it copies them to the device one by one.
+The packed weights of family A serve one stream at a time: steps of one model on several streams must not overlap.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ generator: seconds for 7 billion weights on a GPU, bits that differ by device; f
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from kernels.exact.philox import philox_bell, philox_uniform
@@ -43,10 +41,18 @@ def philox_weights(config: LlamaConfig, *, seed: int) -> LlamaWeights:
     tensors = {}
     for stream, (name, shape) in enumerate(tensor_shapes(config).items()):
         if len(shape) == 2:  # a bell has variance 4^s / 3
-            tensors[name] = philox_bell(shape, seed, torch.bfloat16, stream, scale_log2=round(0.5 * math.log2(3 / shape[1])))
+            tensors[name] = philox_bell(shape, seed, torch.bfloat16, stream, scale_log2=-_half_log2_third(shape[1]))
         else:
             tensors[name] = 0.5 * philox_uniform(shape, seed, torch.float32, stream) + (0.0 if name.endswith("bias") else 1.0)
     return LlamaWeights(config=config, tensors=tensors)
+
+
+def _half_log2_third(k: int) -> int:
+    """log2(k / 3) / 2 rounded to an integer, ties to even, from integers alone: k = 3 * 4^s * 2 lies halfway between s and s + 1."""
+    s = -1
+    while 3 << (2 * s + 2) < 2 * k:
+        s += 1
+    return s + 1 if 3 << (2 * s + 2) == 2 * k and s % 2 else s
 
 
 def random_weights(config: LlamaConfig, *, seed: int, device: str | torch.device) -> LlamaWeights:

@@ -17,6 +17,7 @@ from kernels.exact import _attention_c, digest, exp_ref, fma_f32, philox_bell
 from kernels.exact import attention_decode as decode
 from kernels.exact import attention_prefill as prefill
 from kernels.exact.attention import BLOCK_KEYS, KVCache, append, attention, attention_ref, causal_attention_ref, make_cache
+from kernels.exact.decode import DecodeSchedule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 needs_c = pytest.mark.skipif(not _attention_c.available(), reason="needs a C compiler named cc")
@@ -314,6 +315,9 @@ def test_schedules_that_no_kernel_can_run_are_refused() -> None:
 
 
 def test_the_gpu_entry_refuses_what_its_kernels_cannot_read() -> None:
+    for schedule in (DecodeSchedule(), "decode"):
+        with pytest.raises(ValueError, match="AttentionDecodeSchedule or AttentionPrefillSchedule; got schedule="):
+            attention(torch.zeros(1, 1, 1, 8), make_cache(1, 8, 1, 8), lengths(0), lengths(1), schedule=schedule)
     with pytest.raises(ValueError, match="multiple of 8"):
         attention(torch.zeros(1, 1, 1, 12), make_cache(1, 8, 1, 12), lengths(0), lengths(1))
     for bound in (0, 9):

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from kernels.exact.digests import digest
+from kernels.exact.decode import DecodeSchedule
 from kernels.exact.integer import (
     ENGINES,
     MAX_K,
+    MAX_TOTAL_K,
     PRODUCTS,
     IntegerWeight,
+    _multiply,
     integer_accumulate_ref,
     integer_finish_ref,
     linear_integer_ref,
@@ -420,3 +423,26 @@ def test_compiled_kernels_use_int8_tensor_cores_and_ieee_float_instructions_only
             assert kernel.metadata.shared <= SMEM_86, name
         if name.startswith("decode"):
             assert re.search(r"(ld\.global\S*v4\.b32|cp\.async\.\S+ \[ %r\d+ \+ \d+ \], \[ %rd\d+ \+ \d+ \], 0x10)", ptx), "weights come 16 bytes at a time"
+
+
+def test_shards_whose_sums_could_leave_62_bits_are_refused() -> None:
+    """The largest total K still holds a sum of equal largest products; one input more does not."""
+    largest = {"b6": 2**30 + 2 * 2**22 + 3 * 2**14, "b9": (127 << 16) ** 2}
+    w = torch.ones(1, 8)
+    for products, size in largest.items():
+        most = MAX_TOTAL_K[products]
+        assert most * size < 2**62 <= (most + 1) * size
+        assert prepare_integer(w, products=products, total_k=most).k == 8
+        for wrong in (most + 1, 7):
+            with pytest.raises(ValueError, match="the total K"):
+                prepare_integer(w, products=products, total_k=wrong)
+    top = torch.full((1, 4), 2 - 2.0**-5, dtype=FP32)  # just below the extra bit of the exponent: the largest |q|
+    assert int(quantise_ref(top, row_exponents_ref(top)).max()) <= 127 << 16
+    with pytest.raises(ValueError, match="totals lie within"):
+        integer_finish_ref(torch.tensor([[2**62]]), torch.zeros(1, dtype=torch.int32), prepare_integer(w))
+
+
+def test_a_schedule_of_another_family_is_refused() -> None:
+    for schedule in (DecodeSchedule(), "decode"):
+        with pytest.raises(ValueError, match="IntegerDecodeSchedule or IntegerPrefillSchedule"):
+            _multiply(torch.zeros((3, 1, 64), dtype=torch.int8), torch.zeros(1, dtype=torch.int32), prepare_integer(torch.ones(1, 8)), schedule, None, FP32)

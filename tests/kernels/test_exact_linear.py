@@ -1,5 +1,6 @@
 """Claims about the CPU oracle of the exact linear layer: its order, its engines, its hard values, its distance to float64."""
 
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -8,8 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.exact import _oracle_c, chunks, digest, fma_f32, linear_fma_ref, philox_bell, philox_integers, philox_uniform, spans
-from kernels.exact.linear import products_are_exact
+from kernels.exact import _compile, _oracle_c, chunks, digest, fma_f32, linear_fma_ref, philox_bell, philox_integers, philox_uniform, spans
+from kernels.exact.attention_decode import AttentionDecodeSchedule
+from kernels.exact.decode import pack_weight
+from kernels.exact.integer_prefill import IntegerPrefillSchedule
+from kernels.exact.linear import linear_fma, products_are_exact
+from kernels.exact.prefill_tiled import TiledSchedule
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [(BF16, BF16), (FP16, FP16), (FP32, BF16), (BF16, FP32), (FP32, FP32)]
@@ -225,3 +230,40 @@ def test_a_tiled_prefill_cuts_rows_by_span_only_where_that_saves_a_wave() -> Non
     assert whole_rows(2048, 22016, c) == 2048  # 13.9 waves: nothing to gain
     assert whole_rows(64, 128, c) == 64 and whole_rows(4096, 4096, TiledSchedule()) == 4096
     assert whole_rows(64, 640, TiledSchedule(wave=3)) == 0  # five tiles, three side by side: all by span
+
+
+@pytest.mark.parametrize("k", [0, 8, 77])
+def test_a_weight_without_outputs_is_packed(k: int) -> None:
+    for spans in (None, 1):
+        packed = pack_weight(torch.zeros(0, k), spans=spans)
+        assert packed.shape == (0, k) and packed.data.shape[2:] == (0, 8)
+    assert pack_weight(torch.zeros(3, k)).data.shape[2] == 3
+    assert linear_fma_ref(torch.ones(2, k), torch.zeros(0, k)).shape == (2, 0)
+
+
+def test_a_schedule_of_another_operator_is_refused() -> None:
+    for wrong in (AttentionDecodeSchedule(), IntegerPrefillSchedule(), "decode"):
+        with pytest.raises(ValueError, match="linear_fma takes a schedule of kernels.exact: DecodeSchedule, PrefillSchedule"):
+            linear_fma(torch.ones(2, 8), torch.ones(3, 8), schedule=wrong)
+
+
+def test_the_tile_of_every_schedule_fits_shared_memory() -> None:
+    sizes = []
+    for m, n, k, warps in itertools.product((64, 128, 256), (64, 128, 256), (8, 16, 32), (4, 8)):
+        with contextlib.suppress(ValueError):
+            sizes.append(TiledSchedule(block_m=m, block_n=n, block_k=k, warps=warps).shared_bytes)
+    assert max(sizes) == 224 << 10 and len(sizes) > 20
+
+
+def test_an_engine_that_cannot_be_loaded_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache whose library belongs to another system, or from which nothing may be executed."""
+
+    def refuse(path: str) -> None:
+        raise OSError("wrong ELF class")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(_compile.ctypes, "CDLL", refuse)
+    library, why = _compile.load.__wrapped__("probe", "int probe(void) { return 1; }")
+    if not list(tmp_path.rglob("*.so")):
+        pytest.skip(f"needs a C compiler: {why}")
+    assert library is None and why.endswith("cannot be loaded: wrong ELF class")

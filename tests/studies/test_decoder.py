@@ -6,6 +6,7 @@ A small model with untrained Philox weights stands for all shapes; SmolLM2 joins
 import json
 import os
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from studies.models.generation import Schedule, generate
 from studies.models.llama import forward, load_smollm2
 from studies.models.parallel import Parallel, tree_add
 from studies.models.prepared import prepare
-from studies.models.synthetic import philox_weights, random_weights, tensor_shapes
+from studies.models.synthetic import _half_log2_third, philox_weights, random_weights, tensor_shapes
 from suite.assets import AssetError
 
 # Biases, a head of its own, two query heads a key head and sizes that 8 divides: every branch of the model is taken
@@ -269,6 +270,17 @@ def test_wrong_input_is_a_value_error_that_says_what_was_given(models):
         decoder.step([1, 2])
 
 
+def test_a_step_names_more_tokens_than_a_context_has(weights):
+    """One token a row: how many rows there are has nothing to do with how long a sequence may be."""
+    rows = 6
+    model = prepare(replace(weights, config=replace(SMALL, context_tokens=4)), family="fma")
+    decoder = Decoder(model, batch=rows, capacity_tokens=4)
+    decoder.prefill([[1, 2]] * rows)
+    assert decoder.step([3] * rows).shape == (rows, SMALL.vocabulary)
+    with pytest.raises(ValueError, match="highest=160"):
+        decoder.step([3] * (rows - 1) + [SMALL.vocabulary])
+
+
 def test_a_nan_in_one_prompt_stays_in_its_row(weights):
     """Token 150 embeds to NaN: its row's logits are NaN, and no other row has one bit changed."""
     embed = weights["embed_tokens"].clone()
@@ -285,6 +297,14 @@ def test_shapes_of_7b_have_their_published_size(config):
     counts = {name: torch.Size(shape).numel() for name, shape in tensor_shapes(config).items()}
     assert config.head_dim == 128
     assert sum(counts.values()) == {"llama2": 6_738_415_616, "qwen": 7_615_616_512}["qwen" if config.qkv_bias else "llama2"]
+
+
+def test_the_scale_of_synthetic_weights_is_the_nearest_power_of_two():
+    """Judged by squares of integers: 2^s is nearer to (k / 3)^0.5, as a ratio, than its neighbours; a tie goes to the even s."""
+    for k in [*range(1, 3000), *(3 << n for n in range(30)), *((3 << n) + d for n in range(3, 30) for d in (-1, 1)), 11008, 14336, 18944]:
+        s = _half_log2_third(k)
+        low, high = Fraction(3, 2) * Fraction(4) ** s, 6 * Fraction(4) ** s
+        assert low <= k <= high and (s % 2 == 0 or low < k < high)
 
 
 def test_synthetic_weights_are_those_of_their_seed():
