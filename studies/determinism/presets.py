@@ -113,7 +113,7 @@ GPU_TEXTS = (
 )  # fmt: skip
 DECODE = ("fma", "integer", "layercast", "sgemm", "bf16", "copy")
 PADDED = (*DECODE, "bf16_padded")  # cuBLAS with rows padded to 16: below 16 rows only
-COMPILED = ("fma", "layercast_compiled", "bf16_compiled")
+COMPILED = ("fma", "integer", "layercast_compiled", "bf16_compiled")
 PREFILL = ("fma", "integer", "integer-b9", "layercast", "sgemm", "bf16")
 
 
