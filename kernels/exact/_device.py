@@ -25,9 +25,10 @@ def _launches_nothing() -> bool:
 
 
 def on_gpu(op: str) -> Callable[[Callable], Callable]:
-    """Decorates what launches kernels for operator `op`: runs it with the device of its operands (tensors, weights) as the current one.
+    """Decorates what launches kernels for operator `op`: runs it with the device of its operands as the current one.
 
-    Raises ValueError where operands lie on different devices, or on none of a GPU. Where that device is current it costs 0.8 us of a CPU core and torch.cuda.current_device().
+    Operands are tensors and prepared weights: what has a `device`. Raises ValueError where they lie on different devices, or not on a GPU.
+    Where that device is current it costs 0.8 us of a CPU core and torch.cuda.current_device().
     """
 
     def decorate(function: Callable) -> Callable:

@@ -254,7 +254,8 @@ def append_tokens(k: torch.Tensor, v: torch.Tensor, capacity: int, k_BTGD: torch
 def decode_schedules() -> tuple[AttentionDecodeSchedule, ...]:
     """Every schedule that a study should sweep."""
     return tuple(
-        AttentionDecodeSchedule(score_keys=keys, score_blocks=score_blocks, score_unroll=score_unroll, columns=columns, per_thread=per, blocks=blocks, unroll=unroll, rows=rows)
+        AttentionDecodeSchedule(score_keys=keys, score_blocks=score_blocks, score_unroll=score_unroll, columns=columns, per_thread=per, blocks=blocks,
+                                unroll=unroll, rows=rows)
         for keys, score_blocks, score_unroll, columns, per, blocks, unroll, rows in (
             (2, 4, 32, 32, 2, 8, 16, 8), (2, 2, 64, 32, 2, 8, 32, 8), (2, 1, 64, 16, 2, 8, 32, 8), (1, 4, 32, 32, 2, 8, 16, 4), (4, 4, 32, 64, 4, 8, 16, 8),
             (8, 8, 16, 128, 8, 8, 8, 8), (2, 4, 32, 64, 4, 16, 16, 8), (2, 4, 32, 128, 8, 16, 8, 8), (2, 8, 16, 16, 2, 16, 16, 2), (2, 4, 64, 32, 2, 16, 16, 1),
@@ -263,7 +264,7 @@ def decode_schedules() -> tuple[AttentionDecodeSchedule, ...]:
 
 
 def decode_schedule(batch_groups: int, rows: int, dim: int, max_tokens: int) -> AttentionDecodeSchedule:
-    """The schedule used by default: a function of shapes only. Few key heads want many small CTAs, many want wide loads."""
+    """The schedule used by default: a function of shapes only (so far not of rows and dim). Few key heads want many small CTAs, many want wide loads."""
     if batch_groups * max_tokens >= 1 << 17:
         return AttentionDecodeSchedule(columns=64, per_thread=4, blocks=16, rows=4 if batch_groups < 128 else 8)
     return AttentionDecodeSchedule(score_blocks=2, score_unroll=64, unroll=32, rows=2 if batch_groups <= 8 else 4)

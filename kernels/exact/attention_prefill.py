@@ -209,11 +209,12 @@ def prefill_values_kernel(
 
 def prefill_schedules() -> tuple[AttentionPrefillSchedule, ...]:
     """Every schedule that a study should sweep."""
-    return (
-        AttentionPrefillSchedule(), AttentionPrefillSchedule(unroll=4), AttentionPrefillSchedule(unroll=1), AttentionPrefillSchedule(columns=4, score_keys=4), AttentionPrefillSchedule(columns=4, unroll=4),
-        AttentionPrefillSchedule(tokens=4, unroll=4), AttentionPrefillSchedule(score_tokens=16, score_keys=4, tokens=16, columns=4), AttentionPrefillSchedule(score_warps=2, warps=2),
-        AttentionPrefillSchedule(scratch_bytes=1 << 25), AttentionPrefillSchedule(score_warps=2, warps=1, score_tokens=4, tokens=4, columns=2, score_keys=2, unroll=8),
+    changes = (
+        {}, dict(unroll=4), dict(unroll=1), dict(columns=4, score_keys=4), dict(columns=4, unroll=4), dict(tokens=4, unroll=4),
+        dict(score_tokens=16, score_keys=4, tokens=16, columns=4), dict(score_warps=2, warps=2), dict(scratch_bytes=1 << 25),
+        dict(score_warps=2, warps=1, score_tokens=4, tokens=4, columns=2, score_keys=2, unroll=8),
     )  # fmt: skip
+    return tuple(AttentionPrefillSchedule(**change) for change in changes)
 
 
 def chunk_sizes(units: int, tokens: int, keys: int, scratch_bytes: int) -> tuple[int, int]:

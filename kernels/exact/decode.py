@@ -4,8 +4,9 @@
 
 Layout: the weight is stored as [span, group of 8 k, n, 8], so a lane reads 8 consecutive k of one row in 16 bytes and a warp reads 512
 consecutive bytes. A warp owns one span (8 warps, 8 spans) and walks its chunks one after the other; every product is one `tl.fma` of
-weights upcast in registers. The tree over spans is taken inside the CTA; where spans or chunks are spread over CTAs, each stores its sums, and
-the last CTA of a block of outputs (who is last, an atomic ticket says) or a second small kernel adds them in the fixed order. Legend: M tokens, N outputs, S spans, G groups of 8 in a span, R rows of W per thread, B tokens per thread.
+weights upcast in registers. The tree over spans is taken inside the CTA; where spans or chunks are spread over CTAs, each stores its
+sums, and the last CTA of a block of outputs (who is last, an atomic ticket says) or a second small kernel adds them in the fixed order.
+Legend: M tokens, N outputs, S spans, G groups of 8 in a span, R rows of W per thread, B tokens per thread.
 
 It keeps 2 bytes a weight and uses neither tensor cores nor shared-memory staging; no float passes through an atomic, and the schedule cannot
 change bits. The tickets belong to the weight, so one packed weight serves one stream at a time.

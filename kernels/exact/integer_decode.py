@@ -195,7 +195,7 @@ def integer_decode_schedules() -> tuple[IntegerDecodeSchedule, ...]:
 
 
 def integer_decode_schedule(m: int, n: int, k: int) -> IntegerDecodeSchedule:
-    """The schedule used by default: a function of shape only (measured on an H200). Fewer outputs: more parts of K."""
+    """The schedule used by default: a function of shape only (measured on an H200), K not among what decides. Fewer outputs: more parts of K."""
     split = next(s for s in (1, 2, 4, 8) if triton.cdiv(n, 32) * triton.cdiv(m, 16) * s >= 256 or s == 8)
     return IntegerDecodeSchedule(block_n=32, block_k=128, num_warps=2, num_stages=4, wide=m <= 8, split=split)
 

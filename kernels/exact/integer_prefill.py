@@ -159,7 +159,7 @@ def integer_prefill_schedules(products: str = "b6") -> tuple[IntegerPrefillSched
 
 
 def integer_prefill_schedule(m: int, n: int, k: int, products: str, architecture: int) -> IntegerPrefillSchedule:
-    """The schedule used by default. architecture: 10 * major + minor; sm_86 and sm_89 have 99 KiB of shared memory, and 64x128x64 takes 36 a stage."""
+    """The schedule used by default; N and K do not decide it so far. architecture: 10 * major + minor; sm_86 and sm_89 have 99 KiB of shared memory, and 64x128x64 takes 36 a stage."""
     large = architecture == 90
     if m <= 64 or products == "b9":  # five accumulators: a larger tile spills
         return IntegerPrefillSchedule(block_m=64, block_n=64, num_stages=4 if large else 3)
