@@ -164,9 +164,10 @@ def decode_kernel(
     r = tl.arange(0, R)[None, None, :, None, None]
     b = (d % F) * B + tl.arange(0, B)[None, None, None, :, None]
     n = tl.minimum(tl.program_id(0) * (R * LANES) + r * LANES + lane, N - 1)
-    m = tl.minimum(tl.program_id(2) * (F * B) + b, M - 1)
+    first_m = tl.program_id(2) * (F * B)
+    m = tl.minimum(b, M - 1 - first_m)  # within the block: offsets there fit 32 bits, which saves registers
     w_pointers = w_ptr + (s.to(tl.int64) * G * N + n) * 8
-    x_pointers = x_ptr + (m.to(tl.int64) * GROUPS_PER_ROW + s * G + lane * 0) * 8
+    x_pointers = x_ptr + first_m.to(tl.int64) * GROUPS_PER_ROW * 8 + (m * GROUPS_PER_ROW + s * G + lane * 0) * 8
     if BY_CHUNK:
         first = chunk * CHUNK_GROUPS
         x_pointers += first * 8

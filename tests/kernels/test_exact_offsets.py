@@ -73,11 +73,12 @@ def test_distances_between_planes_of_digits_are_multiplied_as_64_bits(name: str)
 def test_places_in_tokens_and_sums_are_multiplied_as_64_bits() -> None:
     """A row of tokens starts at m * K, a sum stands at m * N + n: both pass 2^31."""
     x, weight = ones(3, 2048), pack_weight(ones(70, 2048))
-    decode, parts = captured("decode", lambda: decode_fma(x, weight, DecodeSchedule(split=2)), family="fma")
+    decode, parts = captured("decode", lambda: decode_fma(x, weight, DecodeSchedule(split=2, block_m=2)), family="fma")
     (prefill,) = captured("prefill", lambda: prefill_fma(x, weight), family="fma")
-    for specimen in (decode, prefill):
-        lines = uses(ttir_of(specimen), "GROUPS_PER_ROW")
-        assert lines and all("arith.extsi" in line for line in lines), lines
+    lines = uses(ttir_of(prefill), "GROUPS_PER_ROW")
+    assert lines and all("arith.extsi" in line for line in lines), lines
+    lines = uses(ttir_of(decode), "GROUPS_PER_ROW")  # once as 64 bits for the block of tokens, once as 32 for a token inside it
+    assert sorted("arith.extsi" in line for line in lines) == [False, True] and any("tt.splat" in line for line in lines), lines
     assert parts.kernel.fn.__name__ == "parts_kernel"
     assert not re.search(r"arith.muli .*: i32", ttir_of(parts))
 
