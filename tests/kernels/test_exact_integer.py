@@ -10,10 +10,10 @@ from fractions import Fraction
 import pytest
 import torch
 
+from kernels.exact import _integer_c, integer
 from kernels.exact.digests import digest
 from kernels.exact.decode import DecodeSchedule
 from kernels.exact.integer import (
-    ENGINES,
     MAX_K,
     MAX_TOTAL_K,
     PRODUCTS,
@@ -27,6 +27,7 @@ from kernels.exact.integer import (
 from kernels.exact.philox import philox_bell, philox_integers, philox_uniform
 from kernels.exact.slices import EX_NONFINITE, EX_ZERO, Q_MAX, Q_MIN, digits_ref, quantise_ref, row_exponents_ref
 
+ENGINES = tuple(e for e in integer.ENGINES if e != "c" or _integer_c.available())
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # both sides in every type: exact and rounded quantisation
 DTYPES = [(x, w) for x in (BF16, FP16, FP32) for w in (BF16, FP16, FP32)]
