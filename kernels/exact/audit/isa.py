@@ -22,8 +22,9 @@ _MATRIX = re.compile(r"mma|^dp[24]a")
 
 # Correctly rounded to nearest even, or exact (neg, abs, min, max, comparisons, moves, conversions to a wider type).
 _ARITHMETIC = {f"{op}.rn.{kind}" for op in ("fma", "add", "sub", "mul") for kind in ("f32", "f32x2", "f64")} | {"div.rn.f32", "sqrt.rn.f32"}
+# a maximum is exact and free of order, across lanes too (sm_100 has it as one instruction)
 _EXACT = re.compile(
-    r"(neg|abs|copysign)\.(b?f16(x2)?|f32|f64)|(min|max)(\.NaN)?\.f32|(setp|selp|slct|mov|ld|st|testp|shfl|prmt|tensormap|cp|tcgen05\.(ld|st|cp|alloc|dealloc|wait|commit|relinquish_alloc_permit))\b.*"
+    r"(neg|abs|copysign)\.(b?f16(x2)?|f32|f64)|(redux\.sync\.)?(min|max)(\.NaN)?\.f32|(setp|selp|slct|mov|ld|st|testp|shfl|prmt|tensormap|cp|tcgen05\.(ld|st|cp|alloc|dealloc|wait|commit|relinquish_alloc_permit))\b.*"
     r"|cvt\.f32\.(bf16|f16)|cvt\.f64\.f32|cvt\.rn\.(bf16x2|bf16|f16|f16x2)\.f32|cvt\.rn\.f32\.(f64|[su](8|16|32|64))|cvt\.rn\.f64\.[su](32|64)|cvt\.r[nzmp]i\.[su](32|64)\.f32|cvt\.r[nzmp]i\.f32\.f32"
 )
 _INTEGER_MATRIX = re.compile(
