@@ -69,7 +69,8 @@ def texts(t: Texts, schedule: Mapping[str, Any], device: str, ranks: int) -> Cel
     params = {"family": t.family, "device": device, "prompts": t.prompts, "new_tokens": t.new_tokens, "ranks": ranks, **TEXT_FIELDS, **schedule}
     words = [f"{k}={v}" for k, v in {**schedule, **({"ranks": ranks} if ranks > 1 else {})}.items()]
     return Cell(study=STUDY, measure=f"{HERE}.whole_model:generation", params=params, assets=MODEL, label=f"texts {t.family} {device} {t.prompts} prompts {' '.join(words)}",
-                needs=Needs(device=device, gpus=ranks if device == "cuda" else 0, ranks=ranks, memory_gib=4, time_limit_s=3600))
+                needs=Needs(device=device, gpus=ranks if device == "cuda" else 0, ranks=ranks, memory_gib=4, time_limit_s=3600,
+                            programs=("cc",) if device == "cpu" and t.family == "fma" else ()))  # without its C engine a text takes hours
 
 
 def _evidence(measure: str, device: str, params: dict[str, Any], label: str, memory_gib: float = 2) -> Cell:

@@ -239,3 +239,8 @@ RAGGED_DIGESTS = [
 
 def test_operand_arrays_hold_no_objects(context):
     assert all(np.asarray(a).dtype != object for a in context["fma"].input_arrays("capture").values())
+
+
+def test_texts_of_the_fma_family_on_a_cpu_ask_for_the_compiler_that_they_would_take_hours_without():
+    texts = [c for c in STUDY.cells(presets.cpu()) if c.measure.endswith(":generation")]
+    assert {c.params["family"]: c.needs.programs for c in texts} == {"fma": ("cc",), "integer": ()}
