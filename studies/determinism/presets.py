@@ -49,8 +49,8 @@ class Flips:
 
     texts: Mapping[str, tuple[int, ...]]  # implementation -> batches
     labels: Mapping[str, tuple[int, ...]]
-    prompts: int = 128  # whole batches of 8 and of 64
-    new_tokens: int = 96
+    prompts: int = 256  # whole batches of 8 and of 64
+    new_tokens: int = 128
     sentences: int = 872
 
 
@@ -139,11 +139,11 @@ def gpu() -> Config:
     prefill = (Contest(rows=512, n=4096, k=4096, variants=PREFILL, rounds=5, launches=2, replicates=2), Contest(rows=4096, n=4096, k=4096, variants=PREFILL, rounds=5, launches=2))
     every, some = (1, 8, 64), (8, 64)
     compiled = (Contest(rows=1, n=14336, k=4096, variants=COMPILED),)
-    flips = Flips(texts={"bf16": every, "sgemm": some, "layercast": every, "fma": some, "tf32": some, "batch-invariant": some, "integer": some},
+    flips = Flips(texts={"bf16": every, "sgemm": every, "layercast": every, "fma": every, "tf32": some, "batch-invariant": some, "integer": some},
                   labels={impl: (16, 64) for impl in ("bf16", "layercast", "fma")})
     return Config(
         cpu_schedules=CPU_SCHEDULES[:1], gpu_rows=(1, 2, 4, 8, 16, 64), gpu_kernels=True, texts=tuple(Texts(family=f, prompts=50, schedules=GPU_TEXTS) for f in EXACT),
-        text_device="cuda", training=("cuda",), stress_sms=(8, 64, 128), foreign=(80, 89), engines=("b6", "b9"), flips=flips, traffic=True,
+        text_device="cuda", training=("cuda",), stress_sms=(8, 16, 32, 64, 96, 128), foreign=(80, 89), engines=("b6", "b9"), flips=flips, traffic=True,
         contests=decode + curve + prefill + compiled, serving=Serving(), verify=("cuda",),
     )  # fmt: skip
 

@@ -89,7 +89,7 @@ def test_few_replicates_are_asked_of_curves_and_five_of_what_stands_behind_a_cla
 
 def test_few_sms_are_one_cell_in_a_process_of_its_own():
     (cell,) = (c for c in questions(presets.gpu()) if c.measure.endswith(":stress"))
-    assert cell.params["sms"] == [8, 64, 128] and cell.needs.fresh_process
+    assert cell.params["sms"] == [8, 16, 32, 64, 96, 128] and cell.needs.fresh_process
 
 
 def test_the_capture_declares_the_files_that_it_reads():
