@@ -130,6 +130,7 @@ def _run_options(c: argparse.ArgumentParser) -> None:
 
 def _warm_options(c: argparse.ArgumentParser) -> None:
     c.add_argument("--preset", help="a preset's name or path/to/file.py:function (default: the best that this machine can measure)")
+    c.add_argument("--only", nargs="+", default=[], metavar="GLOB", help="globs on the tasks' labels, which begin with their cell's")
     c.add_argument("--jobs", type=_count, metavar="N", help="processes (default: one a core)")
     c.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait for a run on this machine to end")
 

@@ -1,6 +1,7 @@
 """`suite warm`: compile ahead, in parallel, what the cells of a preset would compile one kernel after another.
 
     python -m suite warm determinism --preset gpu --jobs 16
+    python -m suite warm determinism --preset gpu --only 'time *' 'texts *'
 
 Triton compiles a kernel in the process that first launches it and keeps the binary on disk (TRITON_CACHE_DIR, by default under ~/.triton),
 where every later process of this user finds it. A study's `warm` list names work that launches its kernels; the command runs it in N
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import gc
 import importlib
 import json
@@ -45,7 +47,7 @@ def warm_command(args) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     study, session = load_study(args.study), Session.here()
     preset, why = session.preset(study, args.preset)
-    tasks, gpus = study.warm(load_config(study, preset)), gpus_for(GPU, session.machine.gpus)[:1]
+    tasks, gpus = _chosen(study.warm(load_config(study, preset)), args.only), gpus_for(GPU, session.machine.gpus)[:1]
     print(f"study {study.name}, preset {preset} ({why}): {len(tasks)} tasks", flush=True)
     no_gpu = refusal(GPU, session.machine)
     if left := [t for t in tasks if no_gpu and t.device == "cuda"]:
@@ -60,6 +62,13 @@ def warm_command(args) -> int:
         tally = run_tasks(tasks, jobs=jobs, environment=_environment(session.machine), say=lambda line: print(clean(line), file=sys.stderr, flush=True))
     print(tally.summary(len(tasks), jobs))
     return cli.EXIT_FAILED if tally.failed else 0
+
+
+def _chosen(tasks: list[WarmTask], globs: Sequence[str]) -> list[WarmTask]:
+    for glob in globs:
+        if not any(fnmatch.fnmatchcase(t.label, glob) for t in tasks):
+            raise ValueError(f"--only must name at least one task, got {glob!r}; labels are, e.g., {[t.label for t in tasks[:3]]}")
+    return [t for t in tasks if not globs or any(fnmatch.fnmatchcase(t.label, glob) for glob in globs)]
 
 
 def _environment(machine: Machine) -> dict[str, str]:

@@ -88,6 +88,14 @@ def test_every_task_runs_once_in_several_processes_and_nothing_is_stored(warm, c
     assert checkout.bundles() == [] and not (checkout.state / "bundles").exists()
 
 
+def test_only_runs_the_tasks_that_the_globs_name_and_refuses_one_that_names_none(warm, tmp_path):
+    tasks = [task("note", n=n, out=str(tmp_path)) for n in range(4)]
+    done = warm(tasks, "--jobs", "1", "--only", "note 1", "note [23]")
+    assert done.returncode == 0 and [n for n, _, _ in ran(tmp_path)] == ["1", "2", "3"], done.stderr
+    refused = warm(tasks, "--only", "note 1", "nothing*")
+    assert refused.returncode == cli.EXIT_USAGE and "--only must name at least one task, got 'nothing*'" in refused.stderr and len(ran(tmp_path)) == 3
+
+
 def test_what_goes_wrong_in_a_task_is_one_line_and_stops_no_other(warm, tmp_path):
     bad = [task("fault", how=how) if how != "absent" else task("absent") for how in FAULTS]
     done = warm([*bad, task("note", n=1, out=str(tmp_path))], "--jobs", "1")
