@@ -4,8 +4,10 @@
     python -m studies.determinism.traffic fma 1 14336 4096          # the program that is profiled
 
 `ncu` counts the bytes that every kernel of one call read from and wrote to the card's memory (`dram__bytes_read.sum`,
-`dram__bytes_write.sum`), after other weights have passed through the L2. Clocks are left alone, and so are the caches: what the call
-before left there is part of the measurement. A variant is the name of a family (`studies.models.families`).
+`dram__bytes_write.sum`), after other weights have passed through the L2. Clocks are left alone, and the caches are not flushed by ncu.
+Before the call, ordinary reads of far more than the L2 holds push out what earlier work had written there: those lines would be written
+back during the call and counted as its own (4.3 MB of 117 were, once; weights are read with a hint to leave the L2 first, so passing
+them through does not do it). A variant is the name of a family (`studies.models.families`).
 """
 
 from __future__ import annotations
@@ -51,11 +53,19 @@ def program(variant: str, rows: int, n: int, k: int) -> None:
     x_MK = torch.randn((rows, k), generator=generator, device="cuda").to(family.activations)
     for handle in handles:
         family.linear(x_MK, handle)
-    torch.cuda.synchronize()
+    write_back()
     torch.cuda.cudart().cudaProfilerStart()
     family.linear(x_MK, handles[0])
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStop()
+
+
+def write_back() -> None:
+    """Empties the L2 of lines that wait to be written: four passes over 512 MiB."""
+    other = torch.zeros(1 << 27, device="cuda")
+    for _ in range(4):
+        other.sum()
+    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
