@@ -230,11 +230,12 @@ def test_power_law_ids_have_equal_shares_in_each_power_of_two():
 
 def test_embeddings_keep_fields_apart_and_spread_ids():
     tables = embeddings(fields=3, rows=64, dim=4, seed=1)
-    ids_BN = torch.arange(20_000).view(-1, 1).expand(-1, 3)
-    slots = tables.slots(ids_BN)
-    for field in range(3):
-        counts = torch.bincount(slots[:, field] - 64 * field, minlength=64)
-        assert len(counts) == 64 and counts.min() > 0.8 * 20_000 / 64
+    for stride in (1, 64):  # ids that count up, and ids that differ in their high bits alone
+        ids_BN = stride * torch.arange(20_000).view(-1, 1).expand(-1, 3)
+        slots = tables.slots(ids_BN)
+        for field in range(3):
+            counts = torch.bincount(slots[:, field] - 64 * field, minlength=64)
+            assert len(counts) == 64 and counts.min() > 0.8 * 20_000 / 64, stride
     assert tables(ids_BN[:5]).shape == (5, 3, 4) and torch.equal(tables(ids_BN[:5])[2, 1], tables.table[slots[2, 1]])
     for wrong in (torch.zeros(5, 2, dtype=torch.int64), torch.zeros(5, 3, dtype=torch.int32), torch.zeros(15, dtype=torch.int64)):
         with pytest.raises(ValueError, match="one column a field"):

@@ -37,8 +37,8 @@ class Embeddings(nn.Module):
         """Rows of the table, [B, N]: field i has `rows` of its own from i * rows on."""
         if ids_BN.ndim != 2 or ids_BN.shape[1] != self.fields or ids_BN.dtype != torch.int64:
             raise ValueError(f"ids are int64 [B, {self.fields}], got {ids_BN.dtype} {tuple(ids_BN.shape)}; one column a field")
-        hashed = ((ids_BN & 0xFFFFFFFF) * _MULTIPLIER & 0xFFFFFFFF) >> 4  # the low bits of a product are the weak ones
-        return hashed % self.rows + torch.arange(self.fields, device=ids_BN.device) * self.rows
+        hashed = (ids_BN & 0xFFFFFFFF) * _MULTIPLIER & 0xFFFFFFFF  # its high bits are the well mixed ones
+        return (hashed * self.rows >> 32) + torch.arange(self.fields, device=ids_BN.device) * self.rows
 
     def forward(self, ids_BN: torch.Tensor) -> torch.Tensor:
         return F.embedding(self.slots(ids_BN), self.table)
