@@ -1,0 +1,15 @@
+"""What the LoKA report shows, in a reader's order: the safety map, then under the claims what the probe, prices, plans and contests found.
+
+    exhibits(view)          # [suite.exhibit.Table | Curves | Prose, ...]
+
+Each part stands in a module of its own (exhibits_*.py). Devices carry their whole names; the report shortens them.
+"""
+
+from __future__ import annotations
+
+from studies.loka.exhibits_map import safety_maps
+from suite.claims import View
+
+
+def exhibits(view: View) -> list:
+    return [*safety_maps(view)]
