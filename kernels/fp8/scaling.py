@@ -23,7 +23,7 @@ import triton.language as tl
 from kernels.fp8.formats import Format
 from kernels.fp8.recipes import BLOCK, GRANULARITIES
 
-__all__ = ["MIN_AMAX", "amax_ref", "clamp_to_format", "expand_scale", "finite_abs", "scale_rule", "scale_rule_ref", "scale_shape"]
+__all__ = ["MIN_AMAX", "amax_ref", "expand_scale", "finite_abs", "fp8_bits", "scale_rule", "scale_rule_ref", "scale_shape"]
 
 MIN_AMAX = 2.0**-100
 _MIN_AMAX = tl.constexpr(MIN_AMAX)
@@ -110,6 +110,9 @@ def scale_rule(amax, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
-def clamp_to_format(v, MAX: tl.constexpr):
-    """v clamped to +-MAX, NaN kept, by comparisons: NaN-propagating min/max next to a transposed fp8 store is miscompiled (triton#11111)."""
-    return tl.where(v > MAX, MAX, tl.where(v < -MAX, -MAX, v))
+def fp8_bits(v, FP8: tl.constexpr):
+    """`formats.cast` of v (float32), as uint8. PTX rounds to nearest even and saturates (cvt.rn.satfinite), infinities too: no clamp.
+
+    Bytes, and no comparison that could become a NaN-propagating minimum: transposed stores of fp8 values beside those are miscompiled (triton#11111).
+    """
+    return v.to(FP8).to(tl.uint8, bitcast=True)
