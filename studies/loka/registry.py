@@ -1,0 +1,281 @@
+"""The site registry: every matrix product of a model, found by tracing it with torch.fx, not by a list of module classes.
+
+    registry = trace(model, *model.example(batch=8, seed=0))
+    [site.name for site in registry.sites]         # ["bottom.0:linear", ..., "cross.0.v:linear", ..., "over.4:linear"]
+    registry.unsupported                           # {"attention.out_proj": "nn.MultiheadAttention decides by its inputs ...", ...}
+
+A site is named by the module whose forward has the product: "<module path>:<op>", with "#2", "#3" behind its later ones in the order of the graph, so a
+name stays while the module stays. Sizes come from one run on the example, without gradients and without dropout; on the meta device it costs nothing.
+
+A module whose forward decides by its inputs' values or shapes cannot be traced. It stays as it is, its linear layers are named in `unsupported`, and the
+rest of the model goes on. Embedding bags, dropout and batch norms are kept whole too; they hold no products. `training` is read when the traced
+model runs, not when it is traced. Not done: guessing which branch a forward would take, products inside a model's own autograd functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from studies.loka.chains import consumers, producers, reaches_output
+from studies.loka.products import Form, form_of, multiply
+from studies.loka.sharing import shared_copy
+from studies.loka.site import Site
+
+__all__ = ["Product", "Registry", "trace"]
+
+# modules of torch.nn that the trace sees through; the others are kept whole
+OPEN = (nn.Linear, nn.Sequential, nn.Identity, nn.Flatten, nn.LayerNorm, nn.RMSNorm, nn.SiLU, nn.Hardswish, nn.ReLU, nn.Bilinear)
+# what moves the numbers of a parameter without changing them: the product's weight may be one of its views
+VIEWS = {
+    torch.t, torch.transpose, torch.permute, torch.swapaxes, torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze, torch.unflatten, getattr, operator.getitem,
+    "t", "transpose", "permute", "swapaxes", "reshape", "view", "flatten", "unsqueeze", "squeeze", "unflatten", "expand", "contiguous", "to", "type_as",
+    "float", "half", "bfloat16", "clone",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """Where a site is in the graph: `node`, whose arguments, in the order of `form.evaluate`, are `arguments`."""
+
+    node: fx.Node
+    form: Form
+    arguments: tuple
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Registry:
+    """`sites` in the order of the graph, which runs on `root`: a module that shares the model's parameters and buffers.
+
+    A node's `meta["example"]` is a meta tensor of what it gave on the example.
+    """
+
+    sites: tuple[Site, ...]
+    graph: fx.Graph
+    root: nn.Module
+    products: Mapping[str, Product]  # by the site's name
+    unsupported: Mapping[str, str]  # module or product -> why it is no site
+
+    def site(self, name: str) -> Site:
+        """Raises ValueError with near names, and with the reason where the name stands in `unsupported`."""
+        if name not in self.products:
+            near = difflib.get_close_matches(name, self.products, n=3, cutoff=0.5)
+            why = f": {self.unsupported[name]}" if name in self.unsupported else ""
+            raise ValueError(f"a site is one of the {len(self.sites)} that trace found, got {name!r}{why}; near it: {near or list(self.products)[:3]}")
+        return next(s for s in self.sites if s.name == name)
+
+
+def trace(model: nn.Module, *example: object) -> Registry:
+    """The products of `model(*example)`. A parameter of `forward` that the example leaves out keeps its default.
+
+    `Site.trains_x` counts an input of the example as trained where it requires a gradient. Raises ValueError for an example that does not fit, and
+    where the model's own forward, outside its submodules, cannot be traced.
+    """
+    if plain := [x for x in example if isinstance(x, (bool, int, float, str, type(None)))]:
+        raise ValueError(f"an example holds tensors, or collections of them, got {plain[0]!r}; fix such an argument in the model, by a module around it")
+    names = _argument_names(model, len(example))
+    closed: dict[str, str] = {}
+    while True:  # once more for each module that cannot be traced
+        root = shared_copy(model)
+        try:
+            graph = _Tracer(names, closed).trace(root)
+            break
+        except _Untraceable as found:
+            if not found.path:
+                raise ValueError(f"the forward of {type(root).__name__} itself cannot be traced: {found.reason}; move that part into a submodule, which then stays as it is") from found
+            closed[found.path] = found.reason
+    _measure(root, graph, example)
+    products, unsupported = _products(root, graph)
+    sites = tuple(_site(name, product, root, needs_grad) for needs_grad in [_needs_grad(root, graph, example)] for name, product in products.items())
+    return Registry(sites=sites, graph=graph, root=root, products=products, unsupported=unsupported | _unseen(root, graph, closed))
+
+
+# ---- tracing ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Untraceable(Exception):
+    def __init__(self, path: str, error: Exception) -> None:
+        self.path, self.reason = path, (str(error).strip().splitlines() or [type(error).__name__])[0]
+        super().__init__(path, self.reason)
+
+
+class _Tracer(fx.Tracer):
+    """Traces a forward of these arguments; modules in `closed` are kept whole."""
+
+    def __init__(self, names: Sequence[str], closed: Mapping[str, str]) -> None:
+        super().__init__(autowrap_modules=())
+        self.names, self.closed = names, closed
+        self.trace_asserts = self.proxy_buffer_attributes = True
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Kept whole: closed ones, and torch.nn's that are not OPEN, unless they hold linear layers."""
+        if module_qualified_name in self.closed:
+            return True
+        theirs = type(m).__module__.startswith("torch.nn") and not isinstance(m, OPEN)
+        return theirs and not any(isinstance(child, nn.Linear) for child in m.modules())
+
+    def create_args_for_root(self, root_fn: Callable, is_module: bool, concrete_args: object = None) -> tuple[Callable, list]:
+        """One placeholder an argument of the example; and, so that `training` is read late, a node for that attribute of every module."""
+        arguments = [self.create_proxy("placeholder", name, (), {}) for name in self.names]
+        for path, module in self.root.named_modules():
+            module.__dict__["training"] = self.create_proxy("get_attr", f"{path}.training".lstrip("."), (), {})
+        return root_fn, [self.root, *arguments]
+
+    def trace(self, root: nn.Module) -> fx.Graph:
+        modes = {module: module.training for module in root.modules()}
+        try:
+            graph = super().trace(root)
+        except _Untraceable:
+            raise
+        except Exception as error:  # a stranger's forward under proxies may raise anything; run for real it says so itself
+            raise _Untraceable("", error) from error
+        finally:
+            for module, mode in modes.items():
+                module.__dict__["training"] = mode
+        for node in [n for n in graph.nodes if _is_mode(n) and not n.users]:
+            graph.erase_node(node)
+        return graph
+
+    def call_module(self, m: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> object:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except _Untraceable:
+            raise
+        except Exception as error:
+            raise _Untraceable(self.path_of_module(m), error) from error
+
+
+def _argument_names(model: nn.Module, count: int) -> list[str]:
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    least = sum(p.default is p.empty for p in parameters if p.name in names)
+    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
+        names += [f"argument_{i}" for i in range(len(names), count)]
+    if not least <= count <= len(names):
+        raise ValueError(f"the forward of {type(model).__name__} takes {least} to {len(names)} arguments by position, got an example of {count}; give those of one call, in order")
+    return names[:count]
+
+
+def _is_mode(node: fx.Node) -> bool:
+    return node.op == "get_attr" and node.target.split(".")[-1] == "training"
+
+
+class _Sizes(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> object:
+        result = super().run_node(n)
+        n.meta["example"] = tree_map(lambda x: torch.empty_like(x, device="meta") if isinstance(x, torch.Tensor) else None, result)
+        return result
+
+
+def _measure(root: nn.Module, graph: fx.Graph, example: Sequence[object]) -> None:
+    """Notes what each node gives on the example, in evaluation mode, so that no running statistic and no random state moves."""
+    modes = {module: module.training for module in root.modules()}
+    root.eval()
+    try:
+        with torch.no_grad():
+            _Sizes(root, graph=graph).run(*example)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+# ---- products --------------------------------------------------------------------------------------------------------------------
+
+
+def _products(root: nn.Module, graph: fx.Graph) -> tuple[dict[str, Product], dict[str, str]]:
+    """By name in the order of the graph: products that are sites, and why the others are none."""
+    products, unsupported, seen = {}, {}, Counter()
+    for node in graph.nodes:
+        found = form_of(node, lambda arg: _is_weight(root, arg)) if node.op in ("call_function", "call_method") else None
+        if found is None:
+            continue
+        reason = found if isinstance(found, str) else _vector(found[0].operands(found[1]))
+        label = f"{_module_path(node)}:{_label(node) if reason else found[0].op}"
+        seen[label] += 1
+        name = label if seen[label] == 1 else f"{label}#{seen[label]}"
+        if reason:
+            unsupported[name] = reason
+        else:
+            products[name] = Product(node=node, form=found[0], arguments=found[1])
+    return products, unsupported
+
+
+def _label(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else node.target.__name__
+
+
+def _module_path(node: fx.Node) -> str:
+    """Of the module whose forward made the call; "" is the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    return list(stack.values())[-1][0] if stack else ""
+
+
+def _vector(operands: Sequence[fx.Node]) -> str:
+    shapes = [tuple(a.meta["example"].shape) for a in operands[:2]]
+    return f"a product of a vector has no rows to quantise, got {shapes}; give it an axis of 1" if any(len(s) < 2 for s in shapes) else ""
+
+
+def _is_weight(root: nn.Module, arg: object) -> bool:
+    """Whether an argument is a parameter or buffer, or a view of one."""
+    while isinstance(arg, fx.Node) and arg.op in ("call_function", "call_method") and arg.target in VIEWS:
+        if arg.target is getattr and arg.args[1] not in ("T", "mT"):
+            return False
+        arg = arg.args[0]
+    return isinstance(arg, fx.Node) and arg.op == "get_attr" and not _is_mode(arg)
+
+
+def _needs_grad(root: nn.Module, graph: fx.Graph, example: Sequence[object]) -> set[fx.Node]:
+    """Nodes whose gradient training computes."""
+    inputs = iter(example)
+    needing: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            needs = any(isinstance(x, torch.Tensor) and x.requires_grad for x in tree_leaves(next(inputs)))
+        elif node.op == "get_attr":
+            needs = getattr(operator.attrgetter(node.target)(root), "requires_grad", False)
+        else:
+            trained = node.op == "call_module" and any(p.requires_grad for p in root.get_submodule(node.target).parameters())
+            floating = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in tree_leaves(node.meta["example"]))
+            needs = floating and node.target not in ("detach", torch.detach) and (trained or any(i in needing for i in node.all_input_nodes))
+        if needs:
+            needing.add(node)
+    return needing
+
+
+def _site(name: str, product: Product, root: nn.Module, needs_grad: set[fx.Node]) -> Site:
+    sizes: dict[str, int] = {}
+
+    def measure(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if w.ndim == 2:
+            sizes.update(batch=1, m=math.prod(x.shape[:-1]))
+        else:
+            sizes.update(batch=math.prod(torch.broadcast_shapes(x.shape[:-2], w.shape[:-2])), m=x.shape[-2])
+        sizes.update(n=w.shape[-2], k=w.shape[-1])
+        return multiply(x, w, bias)
+
+    product.form.evaluate([a.meta["example"] if isinstance(a, fx.Node) else a for a in product.arguments], measure)
+    x = product.form.operands(product.arguments)[0]
+    return Site(
+        name=name, op=product.form.op, **sizes, producer=producers(x), consumer=consumers(product.node),
+        head=reaches_output(product.node, root.get_submodule), trains_x=x in needs_grad,
+    )  # fmt: skip
+
+
+def _unseen(root: nn.Module, graph: fx.Graph, closed: Mapping[str, str]) -> dict[str, str]:
+    """Linear layers inside modules that were kept whole."""
+    kept = {n.target: closed.get(n.target, "") for n in graph.nodes if n.op == "call_module"}
+    found = {}
+    for path, reason in kept.items():
+        for name, module in root.get_submodule(path).named_modules():
+            if isinstance(module, nn.Linear):
+                found[f"{path}.{name}".rstrip(".")] = f"inside {path} ({type(root.get_submodule(path)).__name__}), which cannot be traced: {reason}"
+    return found
