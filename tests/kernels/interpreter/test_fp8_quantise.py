@@ -1,0 +1,97 @@
+"""Claim: the quantising kernels give the reference's bits, under Triton's interpreter: TRITON_INTERPRET=1 python -m pytest -m interpreter.
+
+Scales, products and bytes are compared, no tolerance; the interpreter's casts to FP8 are replaced by formats.cast (conftest.py).
+"""
+
+import itertools
+import os
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.usefixtures("fp8_casts"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 from the start of the process"),
+]
+
+from kernels.exact.philox import philox_bell, philox_integers  # noqa: E402
+from kernels.fp8 import quantise as module  # noqa: E402
+from kernels.fp8.quantise import Quantised, quantise, quantise_ref  # noqa: E402
+from kernels.fp8.recipes import GRANULARITIES, OperandRecipe  # noqa: E402
+
+INF, NAN = float("inf"), float("nan")
+WAYS = list(itertools.product(GRANULARITIES, (False, True)))
+
+
+def wild(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Rows of very different sizes, with a zero row, NaN and infinities where they fit."""
+    x = philox_bell(shape, seed) * torch.exp2(torch.from_numpy(philox_integers(shape[-2], seed, 1) % 30).float() - 20)[:, None]
+    if x.numel() > 400 and shape[-2] > 1:
+        x[..., 1, :] = 0.0
+        x.view(-1)[[0, 7, 9]] = torch.tensor([NAN, INF, -INF])
+    return x.to(dtype)
+
+
+def same(a: Quantised, b: Quantised) -> bool:
+    bits = [torch.where(q.data_RC.float().isnan(), 0x7F, q.data_RC.view(torch.uint8)) for q in (a, b)]
+    return torch.equal(*bits) and torch.equal(a.scale, b.scale) and a.operand == b.operand
+
+
+# batches and ragged tiles; one number; a column longer than SHORT (two reads transposed); a row longer than LONG (two passes)
+@pytest.mark.parametrize("granularity, transpose", WAYS)
+@pytest.mark.parametrize("shape", [(3, 70, 130), (1, 1), (2, 300, 40)])
+def test_kernels_equal_the_reference(shape: tuple[int, ...], granularity: str, transpose: bool) -> None:
+    for number, (fmt, power_of_two) in enumerate(itertools.product(("e4m3", "e5m2"), (False, True))):
+        x = wild(shape, number, (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16)[number])
+        operand = OperandRecipe(fmt=fmt, granularity=granularity, power_of_two=power_of_two)
+        assert same(quantise(x, operand, transpose=transpose), quantise_ref(x, operand, transpose=transpose))
+
+
+@pytest.mark.parametrize("columns", [module.LONG, module.LONG + 8])
+def test_long_rows_equal_the_reference(columns: int) -> None:
+    x = wild((2, columns), 5)
+    x[0, columns - 1] = 3.0e5  # the amax is in the last chunk
+    operand = OperandRecipe(fmt="e4m3", granularity="row")
+    assert same(quantise(x, operand), quantise_ref(x, operand))
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_many_tiles_for_few_programs_equal_the_reference(granularity: str, transpose: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in tensors of more than _PARTIALS tiles: programs loop over tiles, and over columns' partial amax."""
+    monkeypatch.setattr(module, "_PARTIALS", 2)
+    monkeypatch.setattr(module, "_TILE", 128 * 16)
+    monkeypatch.setattr(module, "_SPLITS", 3)
+    operand = OperandRecipe(fmt="e4m3", granularity=granularity)
+    for x in (wild((2, 700, 20), 6), wild((1, 1300, 20), 7), wild((2, 700, 24), 8)[..., 1:21]):
+        x[-1, -1, -1] = 3.0e5  # the amax is in the last tile
+        assert same(quantise(x, operand, transpose=transpose), quantise_ref(x, operand, transpose=transpose))
+
+
+@pytest.mark.parametrize("granularity, transpose", WAYS)
+def test_any_strides_give_the_numbers_they_show(granularity: str, transpose: bool) -> None:
+    base = wild((4, 10, 140), 8)
+    views = [
+        base[:, 2:, 3:], base[::2, ::3], base.mT, base[..., ::2], base.transpose(0, 1), base[1].expand(3, 10, 140), base[:, :, :1].expand(4, 10, 9), base[:, :1],
+        base.unflatten(0, (2, 2)).transpose(0, 1),
+    ]  # fmt: skip
+    operand = OperandRecipe(fmt="e4m3", granularity=granularity)
+    for x in views:
+        assert same(quantise(x, operand, transpose=transpose), quantise_ref(x, operand, transpose=transpose)), x.stride()
+
+
+@pytest.mark.parametrize("granularity, transpose", WAYS)
+def test_empty_tensors_launch_nothing(granularity: str, transpose: bool) -> None:
+    operand = OperandRecipe(fmt="e5m2", granularity=granularity)
+    for shape in ((0, 5), (5, 0), (2, 0, 3), (0, 4, 4)):
+        assert same(quantise(torch.zeros(shape), operand, transpose=transpose), quantise_ref(torch.zeros(shape), operand, transpose=transpose))
+
+
+def test_groups_without_a_finite_number_have_scale_one() -> None:
+    x = torch.full((130, 140), NAN)
+    x[::2] = INF
+    for granularity, transpose in WAYS:
+        operand = OperandRecipe(fmt="e4m3", granularity=granularity)
+        q = quantise(x, operand, transpose=transpose)
+        assert (q.scale == 1).all() and same(q, quantise_ref(x, operand, transpose=transpose))
