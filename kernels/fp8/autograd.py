@@ -21,15 +21,22 @@ in a replayed CUDA graph, which changes parameters behind Python's back. For fro
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
 import torch
 
 from kernels.fp8.emulate import multiply_ref, round_tf32
-from kernels.fp8.quantise import Quantised, quantise_ref
+from kernels.fp8.gemm import BACKENDS, scaled_gemm
+from kernels.fp8.quantise import Quantised, quantise, quantise_ref
 from kernels.fp8.recipes import GEMMS, GemmRecipe, OperandRecipe, Recipe, gemm
+from kernels.fp8.scaling import scale_shape
 
-__all__ = ["Operand", "linear", "linear_backward", "matmul", "product", "quantised", "serves", "transposed"]
+__all__ = ["Operand", "Wanted", "backends", "linear", "linear_backward", "matmul", "product", "quantised", "serves", "transposed"]
 
 Operand = torch.Tensor | Quantised
+Wanted = tuple[str, int, int, int, int]  # a product: recipe's name, batch, r, s, c
+_BACKENDS: dict[Wanted | None, str] = {}  # None: of all other products
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -116,6 +123,22 @@ def transposed(q: Quantised) -> Quantised:
     return Quantised(data, q.scale.mT.contiguous() if q.scale.ndim else q.scale, q.operand)
 
 
+@contextmanager
+def backends(table: Mapping[Wanted | None, str]) -> Iterator[None]:
+    """On a GPU, inside: FP8 products run by the backend of kernels.fp8.gemm that `table` names, those it does not name by table[None], or by the
+    first of BACKENDS. Read when a product runs: a CUDA graph keeps what it was captured with. Raises ValueError for an unknown backend."""
+    if unknown := sorted(set(table.values()) - set(BACKENDS)):
+        raise ValueError(f"a backend is one of {BACKENDS}, got {unknown}")
+    before = dict(_BACKENDS)
+    _BACKENDS.clear()
+    _BACKENDS.update(table)
+    try:
+        yield
+    finally:
+        _BACKENDS.clear()
+        _BACKENDS.update(before)
+
+
 # ---- the layer -----------------------------------------------------------------------------------------------------------------
 
 
@@ -178,18 +201,12 @@ def _names(recipe: Recipe) -> tuple[str, str, str]:
 @torch.library.custom_op("kernels_fp8::quantise", mutates_args=())
 def _quantise(x_RC: torch.Tensor, fmt: str, granularity: str, power_of_two: bool, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
     operand = OperandRecipe(fmt=fmt, granularity=granularity, power_of_two=power_of_two)
-    if x_RC.is_cuda:
-        from kernels.fp8.quantise import quantise
-    else:
-        quantise = quantise_ref
-    q = quantise(x_RC, operand, transpose=transpose)
+    q = (quantise if x_RC.is_cuda else quantise_ref)(x_RC, operand, transpose=transpose)
     return q.data_RC, q.scale
 
 
 @_quantise.register_fake
 def _(x_RC, fmt, granularity, power_of_two, transpose):
-    from kernels.fp8.scaling import scale_shape
-
     operand = OperandRecipe(fmt=fmt, granularity=granularity, power_of_two=power_of_two)
     shape = x_RC.mT.shape if transpose else x_RC.shape
     return x_RC.new_empty(shape, dtype=operand.format.dtype), x_RC.new_empty(scale_shape(tuple(shape), granularity), dtype=torch.float32)
@@ -200,10 +217,10 @@ def _multiply(a_RC: torch.Tensor, a_scale: torch.Tensor, b_SC: torch.Tensor, b_s
               bias_S: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
     how = gemm(recipe)
     a, b = Quantised(a_RC, a_scale, how.a), Quantised(b_SC, b_scale, how.b)
-    if a.device.type == "cuda":
-        from kernels.fp8.gemm import scaled_gemm
-
-        return scaled_gemm(a, b, how, out_dtype=out_dtype, bias=bias_S)
+    *lead, r, c = a_RC.shape
+    if a.device.type == "cuda" and c:
+        wanted = (recipe, torch.Size(lead).numel(), r, b_SC.shape[-2], c)
+        return scaled_gemm(a, b, how, out_dtype=out_dtype, bias=bias_S, backend=_BACKENDS.get(wanted, _BACKENDS.get(None, BACKENDS[0])))
     out_RS = multiply_ref(a, b, how, accumulate="float32")
     return (out_RS if bias_S is None else out_RS + bias_S.float()).to(out_dtype)
 

@@ -5,7 +5,7 @@ import torch
 
 from kernels.exact.philox import philox_bell
 from kernels.fp8 import autograd
-from kernels.fp8.autograd import linear, linear_backward, matmul, product, quantised, serves, transposed
+from kernels.fp8.autograd import backends, linear, linear_backward, matmul, product, quantised, serves, transposed
 from kernels.fp8.emulate import round_tf32
 from kernels.fp8.quantise import Quantised, quantise_ref
 from kernels.fp8.recipes import GEMMS, RECIPES, GemmRecipe, OperandRecipe, Recipe, gemm
@@ -219,6 +219,21 @@ def test_strides_do_not_matter() -> None:
 def test_bad_input_is_one_clear_line(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(*operands()[:3])
+
+
+def test_a_backend_is_chosen_by_product_and_only_inside(monkeypatch) -> None:
+    """The choice, on a CPU: operands are taken for a GPU's, and the kernel for a recorder."""
+    asked = []
+    monkeypatch.setattr(autograd.Quantised, "device", torch.device("cuda"))
+    monkeypatch.setattr(autograd, "scaled_gemm", lambda a, b, how, *, out_dtype, bias, backend: asked.append(backend) or torch.zeros(a.data_RC.shape[0], b.data_RC.shape[0], dtype=out_dtype))
+    x, w, _, _ = operands()
+    for table in ({}, {("rowwise", 1, M, N, K): "torch"}, {None: "torch"}, {None: "torch", ("rowwise", 1, M, N, K): "triton"}, {("rowwise", 1, M, N, 1): "torch"}):
+        with backends(table):
+            product(x, w, gemm("rowwise"))
+    product(x, w, gemm("rowwise"))
+    assert asked == ["triton", "torch", "torch", "triton", "triton", "triton"]
+    with pytest.raises(ValueError, match="a backend is one of"), backends({None: "cutlass"}):
+        pass
 
 
 def test_every_recipe_of_a_product_runs() -> None:
