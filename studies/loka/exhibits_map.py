@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from studies.loka.presets import MODELS, SYNTHETIC, Map
-from studies.loka.questions import HEAD_DB, INNER_DB, site_shapes
+from studies.loka.presets import SYNTHETIC, Map, cpu, gpu, smoke
+from studies.loka.questions import GRADIENT_DB, HEAD_DB, INNER_DB, site_questions
 from studies.loka.site import Site
 from suite.claims import Row, View
 from suite.exhibit import Column, Prose, Table
@@ -22,14 +22,14 @@ FORWARD, BACKWARD = ("tensorwise", "rowwise", "rowwise-p2", "blockwise"), ("tens
 PASS_TITLES = {"forward": "forward products", "dgrad": "gradients of inputs", "wgrad": "gradients of weights"}
 RULE = (
     "Safe: with 95% confidence 99 rows in 100 have the threshold's signal-to-noise ratio or more, against float64 of the same bf16 inputs. Inner "
-    f"products: {INNER_DB} dB, at most twice the noise that E4M3's rounding leaves anywhere. Last layer: {HEAD_DB:g} dB, where its noise alone costs 0.02% of log-loss."
+    f"products: {INNER_DB} dB, twice the noise that E4M3's rounding leaves anywhere. Gradients: {GRADIENT_DB} dB, under 1% of a gradient's power. "
+    f"Last layer: {HEAD_DB:g} dB, where its noise alone costs 0.02% of log-loss."
 )
-Key = tuple  # (pass, op, batch, r, s, c, threshold)
+Key = tuple  # (pass, op, products, rows, contracted, threshold)
 
 
 def key_of(row: Row) -> Key:
-    p = row.params
-    return p["which"], p["op"], p["batch"], p["r"], p["s"], p["c"], p["threshold_db"]
+    return tuple(row.params[k] for k in ("which", "op", "products", "rows", "contracted", "threshold_db"))
 
 
 def safety_maps(view: View) -> list:
@@ -46,13 +46,18 @@ def safety_maps(view: View) -> list:
 
 def _device(title: str, rows: Sequence[Row]) -> list:
     by = {(key_of(r), r.params["distribution"]): r for r in rows}
-    distributions = [d for d in (*SYNTHETIC, "real") if any(r.params["distribution"] == d for r in rows)]
-    known = site_shapes(Map(models=MODELS))
+    distributions = [d for d in SYNTHETIC if any(r.params["distribution"] == d for r in rows)]
+    m, known = max(((m, site_questions(m)) for m in _maps()), key=lambda item: sum(key in item[1] for key, _ in by))
     asked = {key: sites for key, sites in known.items() if any((key, d) in by for d in distributions)}
     parts = [_summary(title, asked, by, distributions, rows)]
     for which in PASS_TITLES:
-        parts += [_model(title, model, which, asked, by, distributions) for model in _models(asked, which)]
+        parts += [_model(title, model, which, asked, by, distributions, m) for model in _models(asked, which)]
     return parts
+
+
+def _maps() -> list[Map]:
+    """The maps of the presets: they know which sites share a cell."""
+    return [config.map for config in (cpu(), gpu(), smoke()) if config.map]
 
 
 def _models(asked: Mapping[Key, Sequence], which: str) -> list[str]:
@@ -91,36 +96,34 @@ def _verdict(row: Row, recipe: str) -> str:
 # ---- site by site --------------------------------------------------------------------------------------------------------------
 
 
-def _model(title: str, model: str, which: str, asked: Mapping[Key, Sequence], by: Mapping, distributions: Sequence[str]) -> Table:
+def _model(title: str, model: str, which: str, asked: Mapping[Key, Sequence], by: Mapping, distributions: Sequence[str], m: Map) -> Table:
     lines, used = [], []
     recipes = FORWARD if which == "forward" else BACKWARD
     for key, sites in asked.items():
-        own = [site for m, site, w in sites if m == model and w == which]
-        if not own:
-            continue
+        own = [site for name, site, w in sites if name == model and w == which]
         cells = [by.get((key, d)) for d in distributions]
-        used += [r for r in cells if r is not None]
-        for name, count in families(own).items():
-            lines.append((name, count, _product(key), *(_safe(r, recipes) for r in cells)))
+        used += [r for r in cells if r is not None and own]
+        lines += [(name, count, size, *(_safe(r, recipes) for r in cells)) for (name, size), count in families(own, which).items()]
     letters = ", ".join(f"{LETTERS[r]} {r}" for r in recipes)
     columns = [Column(name="site"), Column(name="of them"), Column(name="product"), *(Column(name=d) for d in distributions)]
     return Table(
         title=f"{title}: {model}, {PASS_TITLES[which]}", columns=columns, rows=lines, sources=used,
-        note=f"The recipes that are safe there: {letters}; ? undecided. A product is rows x contracted x columns at a batch of {Map(models=MODELS).batch:,} examples.",
+        note=f"The recipes that are safe there: {letters}; ? undecided. A product is rows x contracted x columns at a batch of {m.batch:,} examples, of "
+        f"which {m.rows} rows and {m.contracted:,} contracted elements were computed; sites of equal cut sizes share a cell.",
     )  # fmt: skip
 
 
-def families(sites: Sequence[Site]) -> dict[str, int]:
-    """Sites whose names differ only in numbers stand in one line, with their count."""
-    out: dict[str, list[str]] = {}
+def families(sites: Sequence[Site], which: str) -> dict[tuple[str, str], int]:
+    """(name, product) -> how many: sites of one product whose names differ only in numbers stand in one line."""
+    out: dict[tuple[str, str], list[str]] = {}
     for site in sites:
-        out.setdefault(re.sub(r"\d+", "*", site.name), []).append(site.name)
-    return {(names[0] if len(names) == 1 else family): len(names) for family, names in out.items()}
+        out.setdefault((re.sub(r"\d+", "*", site.name), _product(site, which)), []).append(site.name)
+    return {(names[0] if len(names) == 1 else family, size): len(names) for (family, size), names in out.items()}
 
 
-def _product(key: Key) -> str:
-    _, _, batch, r, s, c, _ = key
-    return (f"{batch} of " if batch > 1 else "") + f"{r} x {c} x {s}"
+def _product(site: Site, which: str) -> str:
+    g = site.gemm(which)
+    return (f"{g.batch:,} of " if g.batch > 1 else "") + f"{g.r:,} x {g.c:,} x {g.s:,}"
 
 
 def _safe(row: Row | None, recipes: Sequence[str]) -> str | None:

@@ -37,12 +37,21 @@ def _site(line: dict, batch: int) -> Site:
 
 
 def traced(model: str, size: str) -> list[list]:
-    """The model's lines of the table, by tracing it with one example and with two."""
+    """The model's lines of the table, by tracing it with one example and with two. On the meta device: it takes no memory."""
+    import torch
+
     from studies.loka.registry import trace
     from studies.models.recommenders import MODELS, PUBLISHED
+    from studies.models.recommenders.dlrm import DLRM_SIZES
+    from studies.models.recommenders.hstu import HSTU_SIZES
+    from studies.models.recommenders.rankmixer import RANKMIXER_SIZES
+    from studies.models.recommenders.wukong import WUKONG_SIZES
 
-    built = MODELS[model](PUBLISHED[model], size)
-    one, two = (trace(built, *built.example(batch=b, seed=0)).sites for b in (1, 2))
+    configs = {"dlrm_v2": DLRM_SIZES, "wukong": WUKONG_SIZES, "hstu": HSTU_SIZES, "rankmixer": RANKMIXER_SIZES}
+    kind = type(MODELS[model](PUBLISHED[model], "small"))
+    with torch.device("meta"):
+        built = kind(configs[model][size], PUBLISHED[model])
+    one, two = (trace(built, *(x.to("meta") for x in built.example(b, 0))).sites for b in (1, 2))
     lines = []
     for a, b in zip(one, two, strict=True):
         grows = "m" if b.m == 2 * a.m else "batch"

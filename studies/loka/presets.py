@@ -21,14 +21,14 @@ class Map:
     distributions: tuple[str, ...] = SYNTHETIC
     passes: tuple[str, ...] = ("forward", "dgrad", "wgrad")
     batch: int = 8192  # examples of a step
-    rows: int = 512  # of a product that are computed, at most; 299 decide a 1st percentile
-    contracted: int = 1024
+    rows: int = 256  # of a product, at most; safety_map.ROWS are pooled
+    contracted: int = 512
     device: str = "cpu"
-    first: int = 0  # only so many shapes; 0: all
+    first: int = 0  # only so many questions; 0: all
 
     def __post_init__(self) -> None:
-        if self.rows < 299:
-            raise ValueError(f"a 1st percentile needs at least 299 rows, got rows={self.rows}")
+        if min(self.batch, self.rows, self.contracted) < 1:
+            raise ValueError(f"sizes are positive, got {self.batch=} {self.rows=} {self.contracted=}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Config:
 
 
 def smoke() -> Config:
-    return Config(map=Map(models=(("dlrm_v2", "mlperf"),), distributions=("gaussian", "row-scaled"), passes=("forward",), rows=320, contracted=256, first=1))
+    return Config(map=Map(models=(("dlrm_v2", "mlperf"),), distributions=("gaussian", "row-scaled"), passes=("forward",), contracted=128, first=1))
 
 
 def cpu() -> Config:

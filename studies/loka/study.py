@@ -22,12 +22,29 @@ def best_preset(machine) -> tuple[str, str]:
 
 
 METRICS = (
-    Metric(name="rows", meaning="rows (examples) behind a quantile"),
-    *(Metric(name=f"{v}_recipes", meaning=f"FP8 recipes that are {v} there") for v in ("safe", "unsafe", "undecided")),
-    *(Metric(name=f"p01_db_{r}", unit="dB", better="higher", meaning=f"1st percentile over rows of the product's SQNR, {r}") for r in ("tensorwise", "rowwise", "blockwise")),
+    Metric(name="rows", meaning="rows of products behind a quantile"),
+    Metric(name="safe_recipes", better="higher", meaning="FP8 recipes that are safe at this site and pass"),
+    *(Metric(name=f"p01_db_{r}", unit="dB", better="higher", meaning=f"1st percentile over rows of a product's SQNR, {r}") for r in ("tensorwise", "rowwise")),
     Metric(name="flushed_share", better="lower", meaning="share of an operand's non-zero elements that one scale a tensor turns to 0"),
     Metric(name="hardware_db", unit="dB", better="higher", meaning="SQNR of the kernels against the emulation, the worst row"),
-)
+    Metric(name="sites", meaning="sites of a trained model"),
+    *(Metric(name=f"safe_{r}", better="higher", meaning=f"of them, forward, safe in {r}") for r in ("tensorwise", "rowwise")),
+    Metric(name="log_loss", unit="nats", better="lower", meaning="of fresh examples, expected under their known probabilities where the data are planted"),
+    Metric(name="bayes_log_loss", unit="nats", meaning="what no model can beat on these examples"),
+    Metric(name="normalised_entropy", better="lower", meaning="log-loss over that of the base rate"),
+    Metric(name="auc", better="higher", meaning="area under the ROC curve"),
+    Metric(name="diverged", better="lower", meaning="1 where training gave no finite loss"),
+    Metric(name="bf16_us", unit="us", better="lower", meaning="median time of torch's bf16 product"),
+    *(Metric(name=f"log_speedup_{w}", better="higher", meaning=f"ln(time of bf16 / time of the fastest FP8 recipe), {what}, this process") for w, what in (
+        ("whole", "both operands quantised"), ("product", "quantising left out"), ("frozen", "the activation quantised"), ("fused", "norm and activation in front, fused"))),
+    Metric(name="fused_us", unit="us", better="lower", meaning="median time of norm, activation and quantising in one kernel"),
+    Metric(name="copy_gbps", unit="GB/s", meaning="copy bandwidth in the same contest"),
+    Metric(name="log_bandwidth_share", better="higher", meaning="ln(bytes a second of the fused kernel / copy bandwidth), this process"),
+    *(Metric(name=f"log_speedup_over_{w}", better="higher", meaning=f"ln(time of {what} / time of the fused kernel), this process") for w, what in (
+        ("compiled", "the same in one compiled function"), ("separate", "norm first, quantising after"))),
+    Metric(name="log_control", meaning="ln ratio of a program to itself"),
+    Metric(name="noise_floor", meaning="95% of |ln ratio| of a program to itself, over rounds"),
+)  # fmt: skip
 STUDY = Study(
     name="loka",
     title="Where FP8 is safe in recommenders, and what it costs",
