@@ -80,6 +80,8 @@ def neutrality(arm: Losses, base: Losses, *, perturbed: Losses, planted_bad: Los
         verdict, why = Equivalence.UNDECIDED, missing
     else:
         verdict, why = test.verdict, f"{len(finite)} pairs, {needed} needed"
+        if verdict is Equivalence.UNDECIDED:  # an arm may spread more than the pilot does
+            why += f"; the arm's own spread asks for {pairs_needed(float(np.std(finite, ddof=1)), margin)}"
     return Neutrality(verdict=verdict, change=test.interval if test else None, pairs=len(finite), diverged=diverged, needed=needed, spread=spread, valid=valid, why=why)
 
 

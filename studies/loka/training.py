@@ -19,7 +19,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,16 +27,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from studies.loka.data.batch import Batch
-from studies.models.recommenders import LOKA_MODS, MODELS, PUBLISHED, embeddings
+from studies.models.recommenders import LOKA_MODS, MODELS, PUBLISHED, Mods, embeddings
 from suite.measure import Context, Pause
 
-__all__ = ["MODS", "Learner", "Training", "in_order", "perturb", "train"]
+__all__ = ["Learner", "MODS", "Training", "in_order", "mods_named", "perturb", "train"]
 
 STATE = "training.pt"
 SAVE_EVERY_S = 120.0
 AHEAD = 8  # batches drawn beside the training of a GPU
 _SALT = 0x632BE5AB  # odd: columns that look up one field hash its ids apart
-MODS = ("published", "loka")
+MODS = {"nobias": {"bias": LOKA_MODS.bias}, "blocknorm": {"norm": LOKA_MODS.norm}, "hardswish": {"activation": LOKA_MODS.activation}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Training:
 
     model: str = "wukong"
     size: str = "small"
-    mods: str = "published"
+    mods: str = ""  # of `mods_named`
     steps: int
     batch: int
     table_rows: int = 1000  # a field
@@ -55,8 +55,7 @@ class Training:
     def __post_init__(self) -> None:
         if self.model not in MODELS or self.model == "hstu":
             raise ValueError(f"trained are the models of dense features and fields, {sorted(set(MODELS) - {'hstu'})}, got {self.model=}")
-        if self.mods not in MODS:
-            raise ValueError(f"mods are one of {MODS}, got {self.mods=}")
+        mods_named(self.mods, PUBLISHED[self.model])
         if self.steps < 1 or self.batch < 2 or not (self.dense_rate > 0 and self.table_rate > 0):
             raise ValueError(f"need steps >= 1, batch >= 2 and rates above 0, got {self.steps=} {self.batch=} {self.dense_rate=} {self.table_rate=}")
 
@@ -66,13 +65,23 @@ class Training:
         return min((step + 1) / rise, (self.steps - step) / max(self.steps - rise, 1), 1.0)
 
 
+def mods_named(names: str, published: Mods) -> Mods:
+    """`published` with some of LoKA's Mods, joined by "+": "" for none, "nobias+blocknorm+hardswish" for all three."""
+    wanted = names.split("+") if names else []
+    if unknown := [n for n in wanted if n not in MODS]:
+        raise ValueError(f"mods are some of {list(MODS)} joined by '+', got {unknown} in {names!r}")
+    for name in wanted:
+        published = replace(published, **MODS[name])
+    return published
+
+
 class Learner:
     """A model, its tables and both optimizers; `step` is the number of updates made."""
 
     def __init__(self, config: Training, *, seed: int, device: torch.device | str) -> None:
         self.config, self.device, self.step = config, torch.device(device), 0
-        mods = LOKA_MODS if config.mods == "loka" else PUBLISHED[config.model]
-        self.model = MODELS[config.model](mods, config.size, seed=seed, device=device)
+        self.losses: list[torch.Tensor] = []  # of each update
+        self.model = MODELS[config.model](mods_named(config.mods, PUBLISHED[config.model]), config.size, seed=seed, device=device)
         shape = self.model.config
         self.dense, self.fields = shape.dense, shape.fields
         self.tables = embeddings(fields=shape.fields, rows=config.table_rows, dim=getattr(shape, "field_dim", None) or shape.dim, seed=seed + 1, device=device)
@@ -98,8 +107,8 @@ class Learner:
         column = torch.arange(self.fields, device=ids_BF.device)
         return ids_BF[:, column % ids_BF.shape[1]] + column // ids_BF.shape[1] * _SALT
 
-    def update(self, batch: Batch) -> torch.Tensor:
-        """One step on the mean log-loss of the batch, which it returns, unread: no wait for a GPU."""
+    def update(self, batch: Batch) -> None:
+        """One step on the mean log-loss of the batch."""
         share = self.config.rate(self.step)
         loss = F.binary_cross_entropy_with_logits(self.logits(batch), batch.y)
         self.adam.zero_grad(set_to_none=True)
@@ -110,7 +119,7 @@ class Learner:
         self.adam.step()
         self._update_tables(self.config.table_rate * share)
         self.step += 1
-        return loss.detach()
+        self.losses.append(loss.detach())  # unread: no wait for a GPU
 
     def _update_tables(self, rate: float) -> None:
         """Rowwise Adagrad: a row's step is divided by the root of its summed mean squares; rows without a gradient stay."""
@@ -120,14 +129,15 @@ class Learner:
             table -= rate * grad / (self.table_sums.sqrt() + 1e-8)
 
     def state(self) -> dict:
-        return {"step": self.step, "model": self.model.state_dict(), "tables": self.tables.state_dict(), "table_sums": self.table_sums, "adam": self.adam.state_dict()}
+        return {"step": self.step, "model": self.model.state_dict(), "tables": self.tables.state_dict(), "table_sums": self.table_sums, "adam": self.adam.state_dict(),
+                "losses": torch.stack(self.losses)}  # fmt: skip
 
     def restore(self, state: dict) -> None:
         self.model.load_state_dict(state["model"])
         self.tables.load_state_dict(state["tables"])
         self.table_sums.copy_(state["table_sums"])
         self.adam.load_state_dict(state["adam"])
-        self.step = state["step"]
+        self.step, self.losses = state["step"], list(state["losses"])
 
 
 def perturb(model: nn.Module, *, seed: int, size: float = 2.0**-20) -> None:
@@ -139,26 +149,24 @@ def perturb(model: nn.Module, *, seed: int, size: float = 2.0**-20) -> None:
             p.mul_(1 + size * sign)
 
 
-def train(learner: Learner, batch_at: Callable[[int], Batch], ctx: Context) -> list[float]:
-    """The steps that are left, on batches `batch_at(step)`; returns the loss of each one made by this call.
+def train(learner: Learner, batch_at: Callable[[int], Batch], ctx: Context) -> None:
+    """The steps that are left, on batches `batch_at(step)`.
 
     It goes on from the state in `ctx.state_dir`, if one is there, and saves there now and then. Raises Pause, after saving, when time is up.
     """
     file = Path(ctx.state_dir) / STATE
     if file.is_file():
         learner.restore(torch.load(file, map_location=learner.device, weights_only=True))
-    losses: list[torch.Tensor] = []
     saved = time.monotonic()
     steps = range(learner.step, learner.config.steps)
     for batch in in_order(batch_at, steps, ahead=AHEAD if learner.device.type == "cuda" else 0):
-        losses.append(learner.update(batch.to(learner.device)))
+        learner.update(batch.to(learner.device))
         left = learner.step < learner.config.steps
         if left and (ctx.time_is_up() or time.monotonic() - saved > SAVE_EVERY_S):
             _save(learner.state(), file)
             saved = time.monotonic()
         if left and ctx.time_is_up():
             raise Pause
-    return torch.stack(losses).tolist() if losses else []
 
 
 def in_order(batch_at: Callable[[int], Batch], indices: range, *, ahead: int = 0) -> Iterator[Batch]:
