@@ -1,0 +1,180 @@
+"""Sketch: what is kept of an operand of a product while a model runs. It streams, it merges, and every recipe is predicted from it.
+
+    s = sketch(x_MK, step=0).merge(sketch(y_MK, step=100))
+    s.log2_amax, len(s.reservoir), s.share_below(2.0**-20)
+
+Of a tensor that is read once:
+
+    exponents      numbers by floor(log2|x|), zeros, and what is not finite: what any scale and format flushes, exactly (kernels.fp8.statistics)
+    moments        count, mean and sum of squared deviations, merged as Chan, Golub and LeVeque do
+    steps          amax and the mean of log2(row rms) of each step read: what a tensor's scale was, and whether it drifts
+    row norms      rows by log2 of their rms and of their amax over it: the joint histogram that says whether rows differ in scale
+    columns        amax (geometric mean over steps) and sum of squares of each column: rows of the transpose, which dgrad and wgrad quantise
+    reservoir      `ROWS` real rows, or whole matrices of a batched product (studies.loka.reservoir)
+
+Merging is associative and commutative: counts, amax and the reservoir exactly, sums to float64's rounding. Numbers that are not finite are counted
+and left out. It is kept on the CPU; a GPU reads the tensor for the statistics once and for the columns twice, from L2 where it fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+import torch
+
+from kernels.fp8.statistics import MIN_EXPONENT, statistics_ref
+from studies.loka.reservoir import Reservoir, sample
+
+__all__ = ["CREST_BINS", "PARAMETER_NUMBERS", "RMS_BINS", "ROWS", "Sketch", "sketch"]
+
+ROWS = 512  # of a reservoir: a 1st percentile with a lower bound needs 299
+PARAMETER_NUMBERS = 2**22  # a parameter of at most so many numbers is kept whole, a larger one as rows, so that a reservoir stays below 16 MiB
+RMS_BINS, CREST_BINS = 256, 24  # half octaves: rms from 2^-64 to 2^64, amax / rms from 1 to 2^12, which 2^24 columns cannot exceed
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sketch:
+    """Of an operand [..., R, C] over the steps that were read."""
+
+    exponents: torch.Tensor  # int64 [EXPONENTS]
+    zeros: int
+    nonfinite: int
+    count: int  # finite numbers
+    mean: float
+    deviations: float  # sum of (x - mean)^2
+    steps: torch.Tensor  # int64 [T], ascending
+    amax: torch.Tensor  # float64 [T], of each step
+    log2_rms: torch.Tensor  # float64 [T], summed over rows that are not zero
+    live_rows: torch.Tensor  # int64 [T], rows that are not zero
+    rows: int  # read in all
+    norms: torch.Tensor  # int64 [RMS_BINS, CREST_BINS], rows that are not zero
+    column_log2_amax: torch.Tensor  # float64 [C], summed over the steps in which the column is not zero; [0] of batched operands
+    column_steps: torch.Tensor  # int64 [C], those steps
+    column_squares: torch.Tensor  # float64 [C]
+    reservoir: Reservoir
+
+    @property
+    def variance(self) -> float:
+        return self.deviations / self.count if self.count else 0.0
+
+    @property
+    def log2_amax(self) -> torch.Tensor:
+        """Of each step, -inf where all was zero."""
+        return torch.log2(self.amax)
+
+    @property
+    def column_amax(self) -> torch.Tensor:
+        """Typical amax of each column in a step, 0 where it was always zero."""
+        return torch.where(self.column_steps > 0, torch.exp2(self.column_log2_amax / self.column_steps.clamp(min=1)), 0.0)
+
+    def share_below(self, limit: float) -> float:
+        """Share of finite numbers other than zero with |x| < limit, a power of two."""
+        bound = int(np.log2(limit)) - MIN_EXPONENT
+        if limit <= 0 or 2.0 ** (bound + MIN_EXPONENT) != limit:
+            raise ValueError(f"exponents tell numbers below a power of two, got {limit=}; take the next one")
+        return int(self.exponents[: max(bound, 0)].sum()) / max(int(self.exponents.sum()), 1)
+
+    def merge(self, other: Self) -> Sketch:
+        """The sketch of both streams. Raises ValueError where they are of different operands."""
+        if self.column_squares.shape != other.column_squares.shape:
+            raise ValueError(f"sketches of one operand merge, got {tuple(self.column_squares.shape)} and {tuple(other.column_squares.shape)} columns")
+        total = self.count + other.count
+        gap = other.mean - self.mean
+        added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name in _SUMS}
+        return Sketch(
+            **added, **_merged_steps(self, other), mean=self.mean + gap * other.count / total if total else 0.0,
+            deviations=self.deviations + other.deviations + (gap * gap * self.count * other.count / total if total else 0.0),
+            reservoir=self.reservoir.merge(other.reservoir),
+        )  # fmt: skip
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Numbers only: bfloat16 items travel as uint16."""
+        items = self.reservoir.items
+        out = {f.name: np.asarray(getattr(self, f.name)) for f in fields(self) if f.name != "reservoir"}
+        out |= {f"reservoir_{name}": getattr(self.reservoir, name).numpy() for name in ("keys", "steps", "index")}
+        out["reservoir_items"] = (items.view(torch.int16) if items.dtype == torch.bfloat16 else items).numpy()
+        return out | {"reservoir_capacity": np.asarray(self.reservoir.capacity), "reservoir_dtype": np.asarray(_DTYPES.index(items.dtype))}
+
+    @classmethod
+    def from_arrays(cls, arrays: dict[str, np.ndarray]) -> Sketch:
+        """What `to_arrays` gave. Raises ValueError where a field is missing."""
+        kinds = {f.name: f.type for f in fields(cls) if f.name != "reservoir"}
+        needed = [*kinds, *(f"reservoir_{name}" for name in ("keys", "steps", "index", "items", "capacity", "dtype"))]
+        if missing := [name for name in needed if name not in arrays]:
+            raise ValueError(f"a sketch has the fields {needed}, got none of {missing}; write it with to_arrays")
+        scalar = {"int": int, "float": float}
+        plain = {name: scalar[kind](arrays[name]) if kind in scalar else torch.from_numpy(arrays[name]) for name, kind in kinds.items()}
+        dtype, items = _DTYPES[int(arrays["reservoir_dtype"])], torch.from_numpy(arrays["reservoir_items"])
+        kept = {name: torch.from_numpy(arrays[f"reservoir_{name}"]) for name in ("keys", "steps", "index")}
+        items = items.view(torch.bfloat16) if dtype == torch.bfloat16 else items
+        return cls(**plain, reservoir=Reservoir(capacity=int(arrays["reservoir_capacity"]), items=items, **kept))
+
+
+_SUMS = {"exponents", "zeros", "nonfinite", "count", "rows", "norms", "column_log2_amax", "column_steps", "column_squares"}
+
+
+def _merged_steps(a: Sketch, b: Sketch) -> dict[str, torch.Tensor]:
+    """Both's steps in order; parts of one step, as ranks have, are put together."""
+    steps, place = torch.cat([a.steps, b.steps]).unique(return_inverse=True)
+    zeros = torch.zeros(len(steps), dtype=torch.float64)
+    both = {name: torch.cat([getattr(a, name), getattr(b, name)]) for name in ("amax", "log2_rms", "live_rows")}
+    return {
+        "steps": steps, "amax": zeros.scatter_reduce(0, place, both["amax"], "amax"), "log2_rms": zeros.index_add(0, place, both["log2_rms"]),
+        "live_rows": zeros.long().index_add(0, place, both["live_rows"]),
+    }  # fmt: skip
+
+
+def sketch(x: torch.Tensor, *, step: int, rows: int = ROWS, seed: int = 0, parameter: bool = False, batched: bool = False) -> Sketch:
+    """The sketch of one step's x: [..., C], rows through all leading axes, or with `batched` [..., R, C], matrices through the leading ones.
+
+    rows: of the reservoir. parameter: the rows are the same ones in every step. Raises ValueError for dtypes other than float32, bf16 and fp16.
+    """
+    if x.ndim < 2 + batched or x.dtype not in _DTYPES:
+        raise ValueError(f"a sketch is of [..., R, C] in float32, bfloat16 or float16, got {tuple(x.shape)=} {x.dtype}; convert it first")
+    r, c = x.shape[-2] if batched else 1, x.shape[-1]
+    x = x.detach().reshape(x.shape[: -1 - batched].numel(), r, c)
+    x_RC = x.flatten(0, 1)
+    s = _statistics(x_RC)
+    row_amax, row_rms = s.row_amax.double(), (s.row_sum_squares / max(c, 1)).sqrt()
+    live = row_amax > 0
+    log2_rms = torch.log2(row_rms[live])
+    finite = int(s.exponents.sum() + s.zeros)
+    mean = float(s.sum) / finite if finite else 0.0
+    column_amax, column_squares = (torch.zeros(0),) * 2 if batched else _columns(x_RC, clean=int(s.nonfinite) == 0)
+    capacity = rows if not parameter else max(rows, PARAMETER_NUMBERS // max(c, 1))
+    return Sketch(
+        exponents=s.exponents, zeros=int(s.zeros), nonfinite=int(s.nonfinite), count=finite, mean=mean,
+        deviations=max(float(s.sum_squares) - finite * mean * mean, 0.0),
+        steps=torch.tensor([step]), amax=s.amax.double().reshape(1), log2_rms=log2_rms.sum().reshape(1), live_rows=live.sum().reshape(1),
+        rows=len(x_RC), norms=_norms(log2_rms, torch.log2(row_amax[live])),
+        column_log2_amax=torch.where(column_amax > 0, torch.log2(column_amax.double()), 0.0), column_steps=(column_amax > 0).long(),
+        column_squares=column_squares.double(),
+        reservoir=sample(x, step=step, capacity=max(1, -(-capacity // max(r, 1))), seed=seed, fixed=parameter),
+    )  # fmt: skip
+
+
+def _statistics(x_RC: torch.Tensor):
+    if x_RC.is_cuda:
+        from kernels.fp8.statistics import statistics
+
+        return statistics(x_RC).cpu()
+    return statistics_ref(x_RC)
+
+
+def _columns(x_RC: torch.Tensor, clean: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(amax, sum of squares) of each column, float32 on the CPU."""
+    if not clean:
+        x_RC = torch.where(x_RC.abs() < float("inf"), x_RC, 0.0)
+    if not len(x_RC):
+        return torch.zeros(x_RC.shape[1]), torch.zeros(x_RC.shape[1])
+    amax, norm = (torch.linalg.vector_norm(x_RC, order, dim=0, dtype=torch.float32) for order in (float("inf"), 2))
+    return amax.cpu(), norm.cpu().square()
+
+
+def _norms(log2_rms: torch.Tensor, log2_amax: torch.Tensor) -> torch.Tensor:
+    i = (2 * log2_rms + RMS_BINS // 2).floor().clamp(0, RMS_BINS - 1).long()
+    j = (2 * (log2_amax - log2_rms)).floor().clamp(0, CREST_BINS - 1).long()
+    return torch.bincount(i * CREST_BINS + j, minlength=RMS_BINS * CREST_BINS).view(RMS_BINS, CREST_BINS)
