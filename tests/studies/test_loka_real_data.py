@@ -90,36 +90,59 @@ def test_encoding_and_shuffling():
     assert sorted(shuffled(1000, 5)) == list(range(1000)) and shuffled(1000, 5)[:4].tolist() != [0, 1, 2, 3]
 
 
-# ---- the files themselves, where they are at hand ---------------------------------------------------------------------------------
+# ---- logs of the publishers' formats -----------------------------------------------------------------------------------------------
 
 
-def loaded(load, *files):
-    try:
-        for file in files:
-            if not any(not s.remote and s.find() for s in sources.ASSETS[file].sources):
-                pytest.skip("needs the data set below SUITE_DATA")
-        return load()
-    except AssetError as error:
-        pytest.fail(str(error))
+@pytest.fixture
+def files(monkeypatch, tmp_path):
+    """Puts texts in the place of the data sets' files."""
+    monkeypatch.setattr(sources, "path", lambda name: tmp_path / name)
+    return lambda **texts: [(tmp_path / name.replace("_", "-")).write_text(text) for name, text in texts.items()]
 
 
-def test_movielens_100k_has_its_ratings_in_the_order_of_time():
-    table = loaded(lambda: movielens_100k(0), "ml-100k-inter", "ml-100k-item", "ml-100k-user")
-    assert (table.rows(), table.rows("test")) == (80_000, 20_000) and table.cardinalities[:2] == (943, 1682)
-    assert float(table.train[2].sum() + table.test[2].sum()) == 55_375  # ratings of 4 (34,174) and 5 (21,201)
-    assert np.expm1(table.train[0]).max() < 1000  # no user of it rated more items before the last fifth
+def test_movielens_1m_has_more_than_half_a_million_test_rows_from_a_million_events(files):
+    """Of its 999,611 events: a user's fraction is rounded down, at most one event for each of 6,040 users, and each event has five rows."""
+    assert 5 * (0.2 * 999_611 - 6_040) > 500_000
+    files(ml_1m_sequences="user\titems\n" + "".join(f"{u}\t" + " ".join(str(u + i) for i in range(20)) + "\n" for u in range(1, 40)))
+    table = movielens_1m(0, users=30)
+    assert (table.rows(), table.rows("test")) == (30 * 16 * 5, 30 * 4 * 5) and table.cardinalities[0] == 30
+    assert table.train[2].mean() == table.test[2].mean() == np.float32(0.2)
 
 
-def test_movielens_1m_has_more_than_half_a_million_test_rows_when_whole():
-    table = loaded(lambda: movielens_1m(0, users=300), "ml-1m-sequences")
-    events = int(table.train[2].sum() + table.test[2].sum())
-    assert table.rows() + table.rows("test") == 5 * events and 0.19 < table.rows("test") / (5 * events) < 0.21
-    assert 5 * 999_611 * 0.19 > 500_000  # of all its events
+def test_movielens_100k_is_split_by_time_and_counts_what_came_before(files):
+    times = [50, 10, 40, 20, 30]  # user 1 item 1, ...; the latest of five is the test part
+    files(
+        ml_100k_inter="user_id:token\titem_id:token\trating:float\ttimestamp:float\n" + "".join(f"{u}\t{i}\t{r}\t{t}\n" for (u, i, r), t in zip([(1, 1, 5), (1, 2, 3), (2, 1, 4), (2, 2, 2), (1, 3, 1)], times)),
+        ml_100k_item="item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq\n1\tA\t1995\tComedy Drama\n2\tB\t1990\tDrama\n3\tC\t1995\tDrama\n",
+        ml_100k_user="user_id:token\tage:token\tgender:token\toccupation:token\tzip_code:token\n1\t24\tM\twriter\t1\n2\t53\tF\tother\t2\n",
+    )
+    table = movielens_100k(0)
+    assert (table.rows(), table.rows("test")) == (4, 1) and table.cardinalities == (2, 3, 2, 2, 2, 2, 2)
+    assert table.test[2].tolist() == [1.0] and sorted(table.train[2]) == [0, 0, 0, 1]
+    assert table.test[1].tolist() == [[0, 0, 0, 1, 1, 0, 1]]  # user 1, item 1, in his twenties, M, writer, comedy, 1995
+    assert np.expm1(table.test[0][0]) == pytest.approx([2, 1], rel=RECIPROCAL_LN)  # his third rating, the item's second
 
 
-def test_adult_has_its_rows():
-    table = loaded(lambda: adult(0), "adult")
-    assert table.rows() + table.rows("test") == 48_842 and float(table.train[2].sum() + table.test[2].sum()) == 11_687
+def test_open_bandit_has_the_affinity_of_the_item_that_was_shown(files):
+    head = ",timestamp,item_id,position,click,propensity_score," + ",".join(f"user_feature_{i}" for i in range(4)) + ",user-item_affinity_0,user-item_affinity_1\n"
+    rows = "".join(f"{i},2019-11-2{9 - i} 00:00:00+00:00,{i % 2},{i + 1},{int(i == 0)},0.1,a,b,c,d,3.0,7.0\n" for i in range(5))
+    files(**{f"open_bandit_{p}_{c}": head + rows for p in sources.POLICIES for c in sources.CAMPAIGNS})
+    table = open_bandit(0)
+    assert (table.rows(), table.rows("test")) == (24, 6)
+    assert table.test[2].tolist() == [1.0] * 6  # row 0 has the latest time in each log
+    assert np.expm1(table.test[0]) == pytest.approx(np.array([[3.0, 10.0]] * 6), rel=RECIPROCAL_LN)
+    assert table.cardinalities[:3] == (6, 6, 5)  # logs, items of three campaigns, positions
+
+
+def test_adult_keeps_every_fifth_row_for_the_test(monkeypatch, tmp_path):
+    import pandas as pd
+
+    numbers = {"age": range(10), "fnlwgt": range(10), "educational-num": range(10), "capital-gain": [0] * 10, "capital-loss": [0] * 10, "hours-per-week": [40] * 10}
+    pd.DataFrame({"workclass": ["a", "b"] * 5, **numbers, "income": ["<=50K", ">50K"] * 5}).to_parquet(tmp_path / "adult")
+    monkeypatch.setattr(sources, "path", lambda name: tmp_path / name)
+    table = adult(0)
+    assert table.fields == ("workclass",) and (table.rows(), table.rows("test")) == (8, 2)
+    assert table.test[2].tolist() == [0.0, 1.0] and np.expm1(table.test[0][:, 0]) == pytest.approx([4, 9], rel=RECIPROCAL_LN)
 
 
 def test_an_asset_that_is_nowhere_says_what_to_do(monkeypatch, tmp_path):
