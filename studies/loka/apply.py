@@ -6,35 +6,41 @@
 
 What the plan does not name stays as it was written. A module that was applied before is taken back to its own forward first, so applying a plan twice is
 applying it once, and the empty plan gives the model back. Any batch size runs; other ranks of inputs need another example.
-`rewrite` is the means: it hands each chosen product to a function.
+`replacement` and `rewrite` are the means: they hand a site's product to any function of (x, w, bias), a probe's for example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
 from kernels.fp8 import autograd
 from kernels.fp8.recipes import PASSES, Recipe
+from studies.loka.chains import NORMS, chain
+from studies.loka.fuse import Fusion, fused_linear, fusion_of, why_not_fused
 from studies.loka.products import Form, Multiply
 from studies.loka.registry import Registry, trace
 from studies.loka.sharing import shared_copy, with_forward
 from studies.loka.site import Plan
 
-__all__ = ["apply", "recipe_of", "rewrite"]
+__all__ = ["Replacement", "apply", "recipe_of", "replacement", "rewrite"]
 
 
 def apply(model: nn.Module, plan: Plan, *example: object) -> nn.Module:
     """A module of the model's class and parameters that runs `plan`; `model` itself stays as it is.
 
-    Raises ValueError for a site that the model does not have, naming those near it, and as `trace` does.
+    Raises ValueError for a site that the model does not have, naming those near it, for a fused site that cannot be fused, and as `trace` does.
     """
     registry = trace(model, *example)
     for name in plan.recipes:
         registry.site(name)
-    return rewrite(registry, {name: _in_recipe(recipe_of(plan, name)) for name in plan.recipes})
+    for name in plan.fused:
+        if why := why_not_fused(registry, name, plan.recipe(name, "forward")):
+            raise ValueError(f"{name} cannot be fused: {why}; take it out of the plan's fused sites")
+    return rewrite(registry, [_planned(registry, plan, name) for name in plan.recipes])
 
 
 def recipe_of(plan: Plan, site: str) -> Recipe:
@@ -43,27 +49,52 @@ def recipe_of(plan: Plan, site: str) -> Recipe:
     return Recipe(name="/".join(p.name for p in products.values()), **products)
 
 
-def rewrite(registry: Registry, functions: Mapping[str, Multiply]) -> nn.Module:
-    """A module of the model's class and parameters in which function(x, w, bias), x [..., K], w [N, K] or [..., N, K], computes each named site.
+@dataclass(frozen=True, kw_only=True)
+class Replacement:
+    """`run(*arguments)` in place of `node`; `unread` are nodes that lose their only reader by it, last first."""
 
-    The registry's graph stays as it is, and serves once more.
-    """
+    node: fx.Node
+    run: Callable[..., torch.Tensor]
+    arguments: Sequence[object]
+    unread: Sequence[fx.Node] = ()
+
+
+def replacement(registry: Registry, site: str, function: Multiply) -> Replacement:
+    """function(x, w, bias), x [..., K], w [N, K] or [..., N, K], in place of a site's product."""
+    product = registry.products[registry.site(site).name]
+    return Replacement(node=product.node, run=_evaluating(product.form, function), arguments=product.arguments)
+
+
+def rewrite(registry: Registry, replacements: Sequence[Replacement]) -> nn.Module:
+    """A module of the model's class and parameters with these calls replaced. The registry's graph stays as it is, and serves once more."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(registry.graph, copies))
-    for name, function in functions.items():
-        product = registry.products[registry.site(name).name]
-        node = copies[product.node]
-        with graph.inserting_before(node):
-            arguments = fx.node.map_arg(product.arguments, lambda n: copies[n])
-            new = graph.call_function(_call(product.form, function), tuple(arguments))
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
-        copies[product.node] = new
+    for r in replacements:
+        old = copies[r.node]
+        with graph.inserting_before(old):
+            copies[r.node] = graph.call_function(r.run, fx.node.map_arg(tuple(r.arguments), lambda n: copies[n]))
+        old.replace_all_uses_with(copies[r.node])
+        graph.erase_node(old)
+        for node in r.unread:
+            if not copies[node].users:
+                graph.erase_node(copies[node])
     return with_forward(shared_copy(registry.root), graph)
 
 
-def _call(form: Form, function: Multiply) -> Callable[..., torch.Tensor]:
+def _planned(registry: Registry, plan: Plan, site: str) -> Replacement:
+    recipe = recipe_of(plan, site)
+    if site not in plan.fused:
+        return replacement(registry, site, _in_recipe(recipe))
+    product = registry.products[site]
+    x, w, bias = product.form.operands(product.arguments)
+    steps = chain(x)
+    norm = next((s for s in steps if s.name in NORMS), None)
+    arguments = (steps[0].source, norm and norm.weight, norm and norm.bias, w, bias)
+    return Replacement(node=product.node, run=_fused(product.form, fusion_of(steps), recipe), arguments=arguments, unread=_between(steps[0].source, x))
+
+
+def _evaluating(form: Form, function: Multiply) -> Callable[..., torch.Tensor]:
     def site(*arguments: torch.Tensor) -> torch.Tensor:
         return form.evaluate(arguments, function)
 
@@ -75,3 +106,35 @@ def _in_recipe(recipe: Recipe) -> Multiply:
         return autograd.linear(x, w, bias, recipe) if w.ndim == 2 else autograd.matmul(x, w.mT, recipe)
 
     return multiply
+
+
+def _fused(form: Form, fusion: Fusion, recipe: Recipe) -> Callable[..., torch.Tensor]:
+    """The product of a source with the operators behind it; the form says how the weight stands in the call."""
+
+    def site(source: torch.Tensor, norm_weight: torch.Tensor | None, norm_bias: torch.Tensor | None, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        def multiply(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return fused_linear(x, norm_weight, norm_bias, w, bias, fusion, recipe)
+
+        return form.evaluate(form.arguments(source, w, bias), multiply)
+
+    return site
+
+
+def _between(source: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """What leads from `source`, outside, to `last`, in an order in which unread nodes can be erased."""
+    inside, order = {source}, []
+    for node in source.graph.nodes:
+        if node is not source and node in _behind(last) and any(i in inside for i in node.all_input_nodes):
+            inside.add(node)
+            order.append(node)
+    return order[::-1]
+
+
+def _behind(last: fx.Node) -> set[fx.Node]:
+    found, frontier = set(), [last]
+    while frontier:
+        node = frontier.pop()
+        if node not in found:
+            found.add(node)
+            frontier += node.all_input_nodes
+    return found

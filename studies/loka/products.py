@@ -1,6 +1,6 @@
 """Products: the matrix products that a graph's calls hide, each brought to one form, y = x w^T (+ bias), and back.
 
-    form = form_of(node, is_weight)              # of a call in a torch.fx graph; a str says why it is none
+    form, arguments = form_of(node, is_weight)   # of a call in a torch.fx graph; a str says why it is no site
     y = form.evaluate(arguments, multiply)       # multiply(x, w, bias): x [..., K], w [N, K] or a batch [..., N, K] -> [..., N]
 
 `multiply` sees each of these the same way, with w the parameter where there is one:
@@ -47,6 +47,11 @@ class Form:
     swapped: bool = False  # the second operand is x, the first w
     equation: str = ""  # of einsum, without spaces, with "->"
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the operands' and the result's last axes, as the graph has them, are K, K and N: what operators around it can be fused with."""
+        return self.kind in ("linear", "addmm") or (self.kind == "matmul" and not self.swapped)
+
     def evaluate(self, arguments: Sequence[torch.Tensor], multiply: Multiply) -> torch.Tensor:
         """The call's result with `multiply` as its product. arguments: (x, w, bias) | (bias, x, w_KN) | (first, second)."""
         match self.kind:
@@ -62,8 +67,8 @@ class Form:
                 return multiply(second.mT, first, None).mT if self.swapped else multiply(first, second.mT, None)
         return self._einsum(*arguments, multiply)
 
-    def operands(self, arguments: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-        """The nodes behind x, w and bias."""
+    def operands(self, arguments: Sequence) -> tuple:
+        """The arguments behind x, w and bias."""
         match self.kind:
             case "linear":
                 return tuple(arguments)
@@ -71,6 +76,18 @@ class Form:
                 return arguments[1], arguments[2], arguments[0]
         first, second = arguments
         return (second, first, None) if self.swapped else (first, second, None)
+
+    def arguments(self, x: object, w: object, bias: object) -> tuple:
+        """The inverse of `operands`."""
+        if self.kind in ("linear", "addmm"):
+            return (x, w, bias) if self.kind == "linear" else (bias, x, w)
+        return (w, x) if self.swapped else (x, w)
+
+    def fits(self, x_shape: Sequence[int], w_shape: Sequence[int]) -> bool:
+        """Whether an einsum's axes have one size each."""
+        left, right, _ = _axes(self.equation)
+        pairs = list(zip((right + left) if self.swapped else (left + right), (*x_shape, *w_shape)))
+        return len(dict(pairs)) == len(set(pairs))
 
     def _einsum(self, first: torch.Tensor, second: torch.Tensor, multiply: Multiply) -> torch.Tensor:
         left, right, out = _axes(self.equation)

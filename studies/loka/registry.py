@@ -35,12 +35,6 @@ __all__ = ["Product", "Registry", "trace"]
 
 # modules of torch.nn that the trace sees through; the others are kept whole
 OPEN = (nn.Linear, nn.Sequential, nn.Identity, nn.Flatten, nn.LayerNorm, nn.RMSNorm, nn.SiLU, nn.Hardswish, nn.ReLU, nn.Bilinear)
-# what moves the numbers of a parameter without changing them: the product's weight may be one of its views
-VIEWS = {
-    torch.t, torch.transpose, torch.permute, torch.swapaxes, torch.reshape, torch.flatten, torch.unsqueeze, torch.squeeze, torch.unflatten, getattr, operator.getitem,
-    "t", "transpose", "permute", "swapaxes", "reshape", "view", "flatten", "unsqueeze", "squeeze", "unflatten", "expand", "contiguous", "to", "type_as",
-    "float", "half", "bfloat16", "clone",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,12 +187,12 @@ def _measure(root: nn.Module, graph: fx.Graph, example: Sequence[object]) -> Non
 
 def _products(root: nn.Module, graph: fx.Graph) -> tuple[dict[str, Product], dict[str, str]]:
     """By name in the order of the graph: products that are sites, and why the others are none."""
-    products, unsupported, seen = {}, {}, Counter()
+    products, unsupported, seen, given = {}, {}, Counter(), _of_inputs(graph)
     for node in graph.nodes:
-        found = form_of(node, lambda arg: _is_weight(root, arg)) if node.op in ("call_function", "call_method") else None
+        found = form_of(node, lambda arg: isinstance(arg, fx.Node) and arg not in given) if node.op in ("call_function", "call_method") else None
         if found is None:
             continue
-        reason = found if isinstance(found, str) else _vector(found[0].operands(found[1]))
+        reason = found if isinstance(found, str) else _misfit(*found)
         label = f"{_module_path(node)}:{_label(node) if reason else found[0].op}"
         seen[label] += 1
         name = label if seen[label] == 1 else f"{label}#{seen[label]}"
@@ -207,6 +201,15 @@ def _products(root: nn.Module, graph: fx.Graph) -> tuple[dict[str, Product], dic
         else:
             products[name] = Product(node=node, form=found[0], arguments=found[1])
     return products, unsupported
+
+
+def _of_inputs(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that depend on the model's inputs. The others are parameters and what is made of them: a product's weight."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _label(node: fx.Node) -> str:
@@ -219,18 +222,16 @@ def _module_path(node: fx.Node) -> str:
     return list(stack.values())[-1][0] if stack else ""
 
 
-def _vector(operands: Sequence[fx.Node]) -> str:
-    shapes = [tuple(a.meta["example"].shape) for a in operands[:2]]
-    return f"a product of a vector has no rows to quantise, got {shapes}; give it an axis of 1" if any(len(s) < 2 for s in shapes) else ""
-
-
-def _is_weight(root: nn.Module, arg: object) -> bool:
-    """Whether an argument is a parameter or buffer, or a view of one."""
-    while isinstance(arg, fx.Node) and arg.op in ("call_function", "call_method") and arg.target in VIEWS:
-        if arg.target is getattr and arg.args[1] not in ("T", "mT"):
-            return False
-        arg = arg.args[0]
-    return isinstance(arg, fx.Node) and arg.op == "get_attr" and not _is_mode(arg)
+def _misfit(form: Form, arguments: Sequence[object]) -> str:
+    """Why a product of these sizes and types is no site."""
+    x, w = (operand.meta["example"] for operand in form.operands(arguments)[:2])
+    if x.ndim < 2 or w.ndim < 2:
+        return f"a product of a vector has no rows to quantise, got {tuple(x.shape)} and {tuple(w.shape)}; give it an axis of 1"
+    if not (x.is_floating_point() and w.is_floating_point()):
+        return f"a site multiplies floating-point numbers, got {x.dtype} and {w.dtype}"
+    if form.kind == "einsum" and not form.fits(x.shape, w.shape):
+        return f"an einsum that broadcasts an axis of 1 is no product, got {form.equation!r} of {tuple(x.shape)} and {tuple(w.shape)}; expand it"
+    return ""
 
 
 def _needs_grad(root: nn.Module, graph: fx.Graph, example: Sequence[object]) -> set[fx.Node]:
@@ -264,8 +265,9 @@ def _site(name: str, product: Product, root: nn.Module, needs_grad: set[fx.Node]
 
     product.form.evaluate([a.meta["example"] if isinstance(a, fx.Node) else a for a in product.arguments], measure)
     x = product.form.operands(product.arguments)[0]
+    rows = product.form.keeps_rows
     return Site(
-        name=name, op=product.form.op, **sizes, producer=producers(x), consumer=consumers(product.node),
+        name=name, op=product.form.op, **sizes, producer=producers(x) if rows else (), consumer=consumers(product.node) if rows else (),
         head=reaches_output(product.node, root.get_submodule), trains_x=x in needs_grad,
     )  # fmt: skip
 
