@@ -83,7 +83,7 @@ def norm_backward_kernel(
     dw = tl.zeros((WIDTH,), tl.float32)
     db = tl.zeros((WIDTH,), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
-        first = tile.to(tl.int64) * ROWS
+        first = tl.cast(tile, tl.int64) * ROWS
         left = M - first
         at = row[:, None] * K + col[None, :]
         inside = (row[:, None] < left) & (col[None, :] < K)
