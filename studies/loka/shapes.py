@@ -33,7 +33,7 @@ def _layers(name: str, source: str, m: int, **k_n: tuple[int, int]) -> dict[str,
 
 DLRM = dict(
     bottom_1=(13, 512), bottom_2=(512, 256), bottom_3=(256, 128), cross_down=(3456, 512), cross_up=(512, 3456),
-    over_1=(3456, 1024), over_2=(1024, 1024), over_3=(1024, 512), over_4=(512, 256), head=(256, 1),
+    over_1=(3456, 1024), over_2=(1024, 1024), over_3=(1024, 512), head=(256, 1),
 )  # fmt: skip
 WUKONG_56 = dict(
     first_fmb_in=(768 * 48, 4096), fmb_in=(96 * 48, 4096), fmb_hidden=(4096, 4096), fmb_out=(4096, 7680), over_1=(15360, 4096), over_2=(4096, 2048), over_3=(2048, 1024)
@@ -47,7 +47,7 @@ SHAPES: dict[str, Shape] = {
     **_layers("dlrm-v2", "MLPerf DLRM-v2, 65536 examples on one GPU", 65536, cross_down=(3456, 512), cross_up=(512, 3456), over_1=(3456, 1024), over_2=(1024, 1024)),
     **_layers("wukong-5.6", "Wukong (2403.02545), LoKA's batch on an H100", 6144, **WUKONG_56),
     **_layers("wukong-1.25", "Wukong (2403.02545), LoKA's batch on an H100", 6144, **WUKONG_125),
-    **_layers("wukong-1.25", "Wukong (2403.02545)", 2048, fmb_in=(64 * 24, 2048), fmb_hidden=(2048, 2048), over_1=(10240, 4096)),
+    **_layers("wukong-1.25", "Wukong (2403.02545)", 2048, fmb_in=(64 * 24, 2048), over_1=(10240, 4096)),
     # compressions of embeddings: M is examples times 160 features
     **_layers("wukong-5.6", "Wukong's compressions, 6144 x 160 rows", 983040, lcb=(96, 48), first_lcb=(768, 48), first_residual=(768, 96)),
     **_layers("hstu", "generative-recommenders, 64 sequences of 256 tokens", 16384, **HSTU),

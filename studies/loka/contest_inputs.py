@@ -1,0 +1,115 @@
+"""What the timing contests share: their numbers, their outputs and how these are checked, and norms as torch compiles them.
+
+    sink = Sink(8, lambda i: x[i] @ w[i].T)          # 8 calls whose outputs are kept, poisoned and looked at
+    [y for y in sink.written()]                      # the first set's, after all sets were found whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from kernels.exact.philox import philox_bell
+from kernels.fp8.epilogue import FEATURES
+from kernels.fp8.quantise import Quantised, quantise_ref
+from kernels.fp8.recipes import OperandRecipe
+
+__all__ = ["Sink", "bell_rows", "compiled_norm", "normed", "snr_db"]
+
+BLOCK_ROWS = 128  # made of Philox numbers; the others are these, rolled along the row
+ROLL = 7
+SAME_NORM = 0.01  # sets are one set with its rows in another order: equal norms, up to roundings of partial sums
+NAN_E4M3 = 0x7F  # in e5m2 too
+
+
+def bell_rows(rows: int, columns: int, seed: int, device: str) -> torch.Tensor:
+    """bf16 [rows, columns], bell-shaped with variance 1/3, equal on every machine."""
+    block = philox_bell((min(rows, BLOCK_ROWS), columns), seed, torch.bfloat16).to(device)
+    return torch.cat([block.roll(ROLL * i, dims=1) for i in range(-(-rows // len(block)))])[:rows]
+
+
+def snr_db(y: torch.Tensor, want: torch.Tensor) -> float:
+    """Signal to noise of y against `want`, a float64 tensor."""
+    noise = (y.double() - want).square().sum()
+    return float(10 * torch.log10(want.square().sum() / noise.clamp(min=1e-300)))
+
+
+class Sink:
+    """Calls of a program, one a set, whose outputs stay where a replayed graph writes them.
+
+    A program allocates its outputs; each capture of a graph gives it others. All are kept, so that none is used again for something else, and a
+    check looks at those that the last run overwrote.
+    """
+
+    def __init__(self, count: int, program: Callable[[int], torch.Tensor | Quantised]) -> None:
+        self._program = program
+        self._eager: list[object] = [None] * count
+        self._captured: list[list] = [[] for _ in range(count)]
+        self.calls = tuple(partial(self._call, i) for i in range(count))
+
+    def _call(self, i: int) -> None:
+        y = self._program(i)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self._captured[i].append(y)
+        else:
+            self._eager[i] = y
+
+    def poison(self) -> None:
+        """Every output becomes NaN."""
+        for i in range(len(self._eager)):
+            for y in self._outputs(i):
+                if isinstance(y, Quantised):
+                    y.data_RC.view(torch.uint8).fill_(NAN_E4M3)
+                else:
+                    y.fill_(float("nan"))
+
+    def written(self) -> list[torch.Tensor | Quantised]:
+        """The first set's outputs that are no poison. Raises AssertionError where a set has none, where one has holes, or another norm than the first."""
+        found = []
+        for i in range(len(self._eager)):
+            whole = [y for y in self._outputs(i) if not bool(_nan(y).any())]
+            holes = [y for y in self._outputs(i) if bool(_nan(y).any()) and not bool(_nan(y).all())]
+            assert whole and not holes, f"set {i} has {len(whole)} outputs without NaN and {len(holes)} with some"
+            found.append(whole)
+        norms = [float(torch.linalg.vector_norm(y.dequantise() if isinstance(y, Quantised) else y, dtype=torch.float32)) for whole in found for y in whole]
+        assert max(norms) <= (1 + SAME_NORM) * min(norms), f"norms of the sets' outputs are {min(norms):.4g} to {max(norms):.4g}, where rolled rows leave them equal"
+        return found[0]
+
+    def _outputs(self, i: int) -> list:
+        return self._captured[i] + ([] if self._eager[i] is None else [self._eager[i]])
+
+
+def _nan(y: torch.Tensor | Quantised) -> torch.Tensor:
+    return (y.data_RC.view(torch.uint8) & NAN_E4M3) == NAN_E4M3 if isinstance(y, Quantised) else y.isnan()
+
+
+def normed(x_MK: torch.Tensor, norm: str, activation: str) -> torch.Tensor:
+    """activation(norm(x)) by torch's functions: in float32, rounded to x's dtype once. Norms have no parameters."""
+    x, k = x_MK.float(), x_MK.shape[-1]
+    if norm == "layernorm":
+        x = F.layer_norm(x, (k,))
+    elif norm in ("rmsnorm", "blocknorm"):
+        width = k if norm == "rmsnorm" else FEATURES
+        if k % width:
+            raise ValueError(f"blocks of {width} features divide the row here, got {k=}; choose another shape or norm")
+        x = F.rms_norm(x.unflatten(-1, (-1, width)), (width,), eps=1e-5).flatten(-2)
+    return {"identity": lambda v: v, "silu": F.silu, "hardswish": F.hardswish}[activation](x).to(x_MK.dtype)
+
+
+def compiled_norm(norm: str, activation: str, operand: OperandRecipe | None = None) -> Callable[[torch.Tensor], torch.Tensor | Quantised]:
+    """`normed`, and with an operand's recipe quantised in the same function, as torch.compile makes it for the shape that it meets.
+
+    torch compiles one function for eight shapes and then runs it uncompiled: a cell calls torch.compiler.reset first.
+    """
+    if operand is None:
+        return torch.compile(lambda x: normed(x, norm, activation), dynamic=False, fullgraph=True)
+
+    def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = quantise_ref(normed(x, norm, activation), operand)
+        return q.data_RC, q.scale
+
+    run = torch.compile(parts, dynamic=False, fullgraph=True)
+    return lambda x: Quantised(*run(x), operand)
