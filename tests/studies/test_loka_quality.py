@@ -262,6 +262,14 @@ def test_uniform_arms_leave_no_site_out():
         assert plan.recipes == {s.name: {which: RECIPES[recipe].of(which).name for which in s.passes} for s in SITES}
 
 
+def test_a_cells_seed_says_where_its_examples_begin(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cells, "source_named", lambda data, **kw: asked.append(kw) or cells.planted_source(DATA, **kw))
+    for seed in (0, 3):
+        cells.quality(Context(device="cpu", seed=seed, state_dir=tmp_path), arm="bf16", **{**CELL, "steps": 2, "test_rows": 64})
+    assert [kw["first"] for kw in asked] == [0, 6]
+
+
 def test_seeds_share_test_rows_and_no_training_example():
     a, b = (cells.source_named("planted", batch=16, first=seed * 10, test_rows=20) for seed in (0, 1))
     assert torch.equal(a.test(0).p, b.test(0).p) and torch.equal(a.train(10).p, b.train(0).p) and len(a.test(0)) == 20
