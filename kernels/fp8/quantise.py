@@ -30,10 +30,11 @@ from kernels.fp8.formats import E4M3, cast
 from kernels.fp8.recipes import BLOCK, OperandRecipe
 from kernels.fp8.scaling import amax_ref, expand_scale, finite_abs, fp8_bits, scale_rule, scale_rule_ref, scale_shape
 
-__all__ = ["LONG", "SHORT", "Quantised", "quantise", "quantise_ref"]
+__all__ = ["LARGEST", "LONG", "SHORT", "Quantised", "quantise", "quantise_ref"]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 LONG = 32768  # the longest row of x that one program holds
+LARGEST = 2**30  # rows or columns, so that 32 bits hold their numbers
 SHORT = 256  # the longest column of x that one program holds
 _TILE = 8192  # elements of a program: 32 in each of 256 threads, so that 4 16-byte loads of a 16-bit x are in flight in each
 _PARTIALS = 512  # partial amax of a tensor, reduced again by every program of the cast
@@ -268,9 +269,12 @@ def quantise(x_RC: torch.Tensor, operand: OperandRecipe, *, transpose: bool = Fa
     """`quantise_ref` on a GPU, bit for bit (the sign of NaN apart): x [..., R, C] in bf16, fp16 or fp32; transpose: x^T, [..., C, R].
 
     Takes any strides: columns of x side by side, or rows (it is then the transpose of the other case), are read in place, others copied first.
-    R and C are below 2^31, their product need not be. No host synchronisation. Raises ValueError as quantise_ref does, and for a CPU tensor.
+    R and C are at most LARGEST, the number of elements is free. No host synchronisation, so it can be captured in a graph. Raises ValueError
+    as quantise_ref does, for a larger R or C, and for a CPU tensor.
     """
     _check(x_RC, operand)
+    if max(x_RC.shape[-2:]) > LARGEST:
+        raise ValueError(f"a matrix has at most 2^30 rows and columns, got {tuple(x_RC.shape)=}; cut it along its batch")
     if x_RC.stride(-1) != 1 and x_RC.stride(-2) == 1:
         x_RC, transpose = x_RC.mT, not transpose
     fmt, granularity = operand.format, operand.granularity
@@ -298,7 +302,7 @@ def quantise(x_RC: torch.Tensor, operand: OperandRecipe, *, transpose: bool = Fa
 def _two_reads(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, sizes: tuple[int, ...], how: dict, columns: bool) -> None:
     """Partial amax of the tensor, or of its columns, then the cast."""
     batch, r, c = x.shape
-    if not how["TRANSPOSE"] and x.is_contiguous() and x.numel() < 2**31:
+    if not how["TRANSPOSE"] and x.is_contiguous() and x.numel() < LARGEST:
         x, sizes = x.view(1, 1, -1), (1, x.numel(), 0, 0)  # one long row: wide loads for any number of columns
     tile = _high(BLOCK, c, BLOCK) if how["TRANSPOSE"] else _wide(x.shape[1], x.shape[2], _TILE)
     tiles, warps = _tiles(x, tile), _warps(tile)
