@@ -17,8 +17,9 @@ from kernels.fp8.epilogue import FEATURES
 from kernels.fp8.quantise import Quantised, quantise_ref
 from kernels.fp8.recipes import OperandRecipe
 
-__all__ = ["Sink", "bell_rows", "compiled_norm", "normed", "snr_db"]
+__all__ = ["Output", "Sink", "bell_rows", "compiled_norm", "normed", "snr_db"]
 
+Output = torch.Tensor | Quantised
 BLOCK_ROWS = 128  # made of Philox numbers; the others are these, rolled along the row
 ROLL = 7
 SAME_NORM = 0.01  # sets are one set with its rows in another order: equal norms, up to roundings of partial sums
@@ -44,7 +45,7 @@ class Sink:
     check looks at those that the last run overwrote.
     """
 
-    def __init__(self, count: int, program: Callable[[int], torch.Tensor | Quantised]) -> None:
+    def __init__(self, count: int, program: Callable[[int], Output]) -> None:
         self._program = program
         self._eager: list[object] = [None] * count
         self._captured: list[list] = [[] for _ in range(count)]
@@ -66,7 +67,7 @@ class Sink:
                 else:
                     y.fill_(float("nan"))
 
-    def written(self) -> list[torch.Tensor | Quantised]:
+    def written(self) -> list[Output]:
         """The first set's outputs that are no poison. Raises AssertionError where a set has none, where one has holes, or another norm than the first."""
         found = []
         for i in range(len(self._eager)):
@@ -82,7 +83,7 @@ class Sink:
         return self._captured[i] + ([] if self._eager[i] is None else [self._eager[i]])
 
 
-def _nan(y: torch.Tensor | Quantised) -> torch.Tensor:
+def _nan(y: Output) -> torch.Tensor:
     return (y.data_RC.view(torch.uint8) & NAN_E4M3) == NAN_E4M3 if isinstance(y, Quantised) else y.isnan()
 
 
@@ -99,7 +100,7 @@ def normed(x_MK: torch.Tensor, norm: str, activation: str) -> torch.Tensor:
     return {"identity": lambda v: v, "silu": F.silu, "hardswish": F.hardswish}[activation](x).to(x_MK.dtype)
 
 
-def compiled_norm(norm: str, activation: str, operand: OperandRecipe | None = None) -> Callable[[torch.Tensor], torch.Tensor | Quantised]:
+def compiled_norm(norm: str, activation: str, operand: OperandRecipe | None = None) -> Callable[[torch.Tensor], Output]:
     """`normed`, and with an operand's recipe quantised in the same function, as torch.compile makes it for the shape that it meets.
 
     torch compiles one function for eight shapes and then runs it uncompiled: a cell calls torch.compiler.reset first.

@@ -35,7 +35,7 @@ from studies.loka.site import Gemm, Site
 from suite.measure import Context, Result
 from suite.timing import ContestResult, Variant, contest, copy_variant, rotations_needed
 
-__all__ = ["crossover", "fused_quantise", "least_db"]
+__all__ = ["Entry", "Operands", "conditions", "crossover", "entered", "fused_quantise", "least_db", "line_of", "make_operands", "variant_of"]
 
 BF16 = torch.bfloat16
 CHECKED = 64  # rows and columns of the corner that is compared
@@ -65,30 +65,34 @@ class Operands:
 
     @functools.cached_property
     def exact(self) -> torch.Tensor:
-        """[CHECKED, CHECKED] of the first set's product, unrounded."""
-        a, b = self.read(0)
-        return a[:CHECKED].double() @ b[:CHECKED].double().T
+        """[CHECKED, CHECKED] of the first set's product (of a batch, the first one), unrounded."""
+        a, b = (corner(x, columns=None).double() for x in self.read(0))
+        return a @ b.T
 
     def read(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(a_RC, b_SC) of a set."""
-        return tuple(x.T if t else x for x, t in zip(self.sets[i], self.transposed, strict=True))
+        """(a_RC, b_SC) of a set, batch axes in front."""
+        return tuple(x.mT if t else x for x, t in zip(self.sets[i], self.transposed, strict=True))
 
     def emulated(self, recipe: GemmRecipe) -> torch.Tensor:
         """The corner from operands in `recipe`, summed in float64."""
         if not recipe.is_fp8:
             return self.exact
-        a, b = self.read(0)
-        a, b = quantise_ref(a, recipe.a).dequantise()[:CHECKED].double(), quantise_ref(b, recipe.b).dequantise()[:CHECKED].double()
+        a, b = (corner(quantise_ref(x, o).dequantise(), columns=None).double() for x, o in zip(self.read(0), (recipe.a, recipe.b), strict=True))
         return a @ b.T
 
 
-def make_operands(m: int, k: int, n: int, which: str, device: str, seed: int) -> Operands:
+def corner(x: torch.Tensor, columns: int | None = CHECKED) -> torch.Tensor:
+    """Of a batch the first matrix; its first CHECKED rows, and so many columns."""
+    return x[(0,) * (x.ndim - 2)][:CHECKED, :columns]
+
+
+def make_operands(site: Site, which: str, device: str, seed: int) -> Operands:
     """Sets are the first one's rows rolled: the same numbers in other places, so every set has one error."""
-    size = Site(name="shape", op="linear", batch=1, m=m, n=n, k=k).gemm(which)
+    size, (batch, m, n, k) = site.gemm(which), (site.batch, site.m, site.n, site.k)
     stored = {"forward": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[which]
-    first = [bell_rows(*shape, seed + i, device) for i, shape in enumerate(stored)]
-    count = rotations_needed(size.r * size.c + size.s * size.c + 2 * size.r * size.s, device=device)
-    sets = (tuple(first), *(tuple(x.roll(13 * i, dims=0) for x in first) for i in range(1, count)))
+    first = [bell_rows(batch * rows, columns, seed + i, device).view(*((batch,) if batch > 1 else ()), rows, columns) for i, (rows, columns) in enumerate(stored)]
+    count = rotations_needed(batch * (size.r * size.c + size.s * size.c + 2 * size.r * size.s), device=device)
+    sets = (tuple(first), *(tuple(x.roll(13 * i, dims=-2) for x in first) for i in range(1, count)))
     return Operands(sets=sets, transposed={"forward": (False, False), "dgrad": (False, True), "wgrad": (True, True)}[which], size=size, which=which)
 
 
@@ -112,7 +116,7 @@ def crossover(
 ) -> Result:  # fmt: skip
     """One shape and pass: times, speed-ups and errors by variant (record "variants"), and what cannot run and why (record "unsupported")."""
     torch.compiler.reset()  # a worker runs many shapes: compiled functions of earlier cells would use up the limit of this one's
-    operands = make_operands(m, k, n, which, ctx.device, seed=200 + ctx.seed)
+    operands = make_operands(Site(name="shape", op="linear", batch=1, m=m, n=n, k=k), which, ctx.device, seed=200 + ctx.seed)
     entries, refused = entered(operands, recipes, backends, fused if which == "forward" else (), ctx.device)
     errors: dict[str, float] = {}
     variants = [variant_of(e, operands, errors, norm, activation) for e in entries]
@@ -127,10 +131,12 @@ def crossover(
     )  # fmt: skip
 
 
-def entered(operands: Operands, recipes: Sequence[str], backends: Sequence[str], fused: Sequence[str], device: str) -> tuple[list[Entry], list[dict]]:
+def entered(
+    operands: Operands, recipes: Sequence[str], backends: Sequence[str], fused: Sequence[str], device: str, works: Sequence[str] = ("whole", "product", "frozen")
+) -> tuple[list[Entry], list[dict]]:
     """What runs here, and a reason for each that does not."""
     entries, refused = [Entry(work="bf16")], []
-    works = ("whole", "product", "frozen") if operands.which == "forward" else ("whole", "product")
+    works = [w for w in works if w != "frozen" or operands.which == "forward"]
     wanted = [Entry(work=w, recipe=r, backend=b) for r in recipes for b in backends for w in works]
     if fused:
         entries.append(Entry(work="norm+bf16", base=""))
@@ -185,12 +191,12 @@ def variant_of(entry: Entry, operands: Operands, errors: dict[str, float], norm:
 
     def check() -> None:
         for y in sink.written():
-            db = snr_db(y[:CHECKED, :CHECKED], want)
+            db = snr_db(corner(y), want)
             assert db >= least_db(g, size.c), f"{entry.name} is {db:.1f} dB from its emulation, at least {least_db(g, size.c):.1f} are asked for"
-            errors[entry.name] = snr_db(y[:CHECKED, :CHECKED], exact)
+            errors[entry.name] = snr_db(corner(y), exact)
 
-    return Variant(name=entry.name, calls=sink.calls, check=check, poison=sink.poison, flops=2 * size.r * size.s * size.c,
-                   bytes_moved=(1 if entry.work == "product" else 2) * (size.r + size.s) * size.c + 2 * size.r * size.s)  # fmt: skip
+    return Variant(name=entry.name, calls=sink.calls, check=check, poison=sink.poison, flops=size.flops,
+                   bytes_moved=size.batch * ((1 if entry.work == "product" else 2) * (size.r + size.s) * size.c + 2 * size.r * size.s))  # fmt: skip
 
 
 def line_of(entry: Entry, result: ContestResult, operands: Operands, errors: dict[str, float]) -> dict:

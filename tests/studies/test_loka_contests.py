@@ -15,12 +15,17 @@ from studies.loka import contest_inputs, contests
 from studies.loka.contest_inputs import Sink, bell_rows, normed
 from studies.loka.model_sites import model_sites
 from studies.loka.shapes import MOST, SHAPES, Shape
+from studies.loka.site import Site
 from suite.measure import Context
 from suite.timing import Variant, WrongOutput, contest
 
 CPU = Context(device="cpu", seed=0)
 QUICK = {"rounds": 2, "launches": 2, "warmup_s": 0.0}
 CHECKED = 32
+
+
+def layer(m: int, k: int, n: int, batch: int = 1) -> Site:
+    return Site(name="layer", op="bmm" if batch > 1 else "linear", batch=batch, m=m, k=k, n=n)
 
 
 @pytest.fixture
@@ -69,7 +74,7 @@ def test_a_contest_times_every_variant_that_runs_and_says_why_others_do_not(whic
 
 def test_a_products_operands_are_read_as_the_pass_stores_them(on_cpu) -> None:
     for which, shapes in (("forward", ((6, 4), (5, 4))), ("dgrad", ((6, 5), (4, 5))), ("wgrad", ((5, 6), (4, 6)))):
-        made = contests.make_operands(6, 4, 5, which, "cpu", seed=1)
+        made = contests.make_operands(layer(6, 4, 5), which, "cpu", seed=1)
         a, b = made.read(0)
         assert (tuple(a.shape), tuple(b.shape)) == shapes and made.size.c == a.shape[1]
         assert len(made.sets) >= 2 and not torch.equal(made.sets[0][0], made.sets[1][0]) and torch.equal(made.sets[0][0].sort(0).values, made.sets[1][0].sort(0).values)
@@ -94,10 +99,24 @@ def test_the_backend_of_a_variant_is_the_one_that_runs(on_cpu, monkeypatch) -> N
     seen = []
     real = autograd.multiply_ref
     monkeypatch.setattr(autograd, "multiply_ref", lambda *args, **options: seen.append(autograd._BACKENDS.get(None)) or real(*args, **options))
-    made = contests.make_operands(64, 64, 64, "forward", "cpu", seed=1)
+    made = contests.make_operands(layer(64, 64, 64), "forward", "cpu", seed=1)
     for backend in ("torch", "triton"):
         contests.program(contests.Entry(work="whole", recipe="rowwise", backend=backend), made, "none", "identity")(0)
     assert seen == ["torch", "triton"]
+
+
+@pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad"])
+def test_batched_products_are_read_and_checked_by_their_first_matrix(which: str, on_cpu) -> None:
+    made = contests.make_operands(layer(70, 64, 80, batch=3), which, "cpu", seed=1)
+    a, b = made.read(1)
+    entry = contests.Entry(work="whole", recipe="rowwise", backend="triton")
+    y = contests.program(entry, made, "none", "identity")(1)
+    assert y.shape == (3, made.size.r, made.size.s) and contest_inputs.snr_db(y, a.double() @ b.double().mT) > 25
+    errors = {}
+    variant = contests.variant_of(entry, made, errors, "none", "identity")
+    [call() for call in variant.calls]
+    variant.check()
+    assert variant.flops == 2 * 3 * 70 * 64 * 80 and 25 < errors[entry.name] < 32
 
 
 def test_what_fast_accumulation_may_lose_grows_with_the_sum_and_no_other_does() -> None:
