@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -78,7 +77,7 @@ def quality(
     learner.transform(planned)
     train(learner, source.train, ctx)
     curve = torch.stack(learner.losses).double().cpu().numpy()
-    return Result(metrics=evaluate(learner, source), arrays={"train_loss": np.nan_to_num(curve, nan=np.inf)}, kind="emulated" if ctx.device == "cpu" else "measured",
+    return Result(metrics=evaluate(learner, source), arrays={"train_loss": curve}, kind="emulated" if ctx.device == "cpu" else "measured",
                   records={"plan": {"made_by": plans[0].made_by, "recipes": {s: dict(r) for s, r in plans[0].recipes.items()}}})  # fmt: skip
 
 

@@ -5,22 +5,31 @@
     logit_B = model(*model.example(batch=8, seed=0))
     model.flops_per_example                                    # of a forward pass, products only
 
-Each is a plain module from dense and already embedded features to one logit an example, symbolically traceable by torch.fx. Adding a model is one
-file and one entry in `MODELS`. Nothing here knows of FP8, and nobody trained these weights.
+Each is a plain module from dense and already embedded features to one logit an example, symbolically traceable by torch.fx. Nothing here knows of
+FP8, and nobody trained these weights.
 """
 
-from studies.models.recommenders.dlrm import DLRM_MODS, DLRM_SIZES, dlrm_v2
-from studies.models.recommenders.hstu import HSTU_MODS, HSTU_SIZES, hstu_block
-from studies.models.recommenders.inputs import Embeddings, embeddings, example_inputs, power_law_ids
-from studies.models.recommenders.mods import LOKA_MODS, BlockNorm, Mods
-from studies.models.recommenders.rankmixer import RANKMIXER_SIZES, rankmixer_100m
-from studies.models.recommenders.wukong import WUKONG_SIZES, wukong
+_EXPORTS = {
+    "BlockNorm": "studies.models.recommenders.mods",
+    "Embeddings": "studies.models.recommenders.inputs",
+    "LOKA_MODS": "studies.models.recommenders.mods",
+    "MODELS": "studies.models.recommenders.catalogue",
+    "Mods": "studies.models.recommenders.mods",
+    "PUBLISHED": "studies.models.recommenders.catalogue",
+    "SIZES": "studies.models.recommenders.catalogue",
+    "dlrm_v2": "studies.models.recommenders.dlrm",
+    "embeddings": "studies.models.recommenders.inputs",
+    "example_inputs": "studies.models.recommenders.inputs",
+    "hstu_block": "studies.models.recommenders.hstu",
+    "power_law_ids": "studies.models.recommenders.inputs",
+    "rankmixer_100m": "studies.models.recommenders.rankmixer",
+}
+__all__ = sorted(_EXPORTS)
 
-__all__ = [
-    "LOKA_MODS", "MODELS", "PUBLISHED", "SIZES", "BlockNorm", "Embeddings", "Mods", "dlrm_v2", "embeddings", "example_inputs", "hstu_block",
-    "power_law_ids", "rankmixer_100m", "wukong",
-]  # fmt: skip
 
-MODELS = {"dlrm_v2": dlrm_v2, "wukong": wukong, "hstu": hstu_block, "rankmixer": rankmixer_100m}  # name -> builder(mods, size, *, seed, device)
-SIZES = {"dlrm_v2": tuple(DLRM_SIZES), "wukong": tuple(WUKONG_SIZES), "hstu": tuple(HSTU_SIZES), "rankmixer": tuple(RANKMIXER_SIZES)}
-PUBLISHED = {"dlrm_v2": DLRM_MODS, "wukong": Mods(), "hstu": HSTU_MODS, "rankmixer": Mods()}
+def __getattr__(name: str):
+    import importlib
+
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

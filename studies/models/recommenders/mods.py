@@ -125,9 +125,9 @@ def mlp_flops(widths: Sequence[int], *, head: bool = False) -> int:
 
 
 def build(make: Callable[[], nn.Module], *, seed: int, device: torch.device | str) -> nn.Module:
-    """`make()` with values on `device`: matrices normal with variance 1 / inputs, norms 1, biases 0.
+    """`make()` with values on `device`: parameters with "bias" in their name 0, other vectors (of norms) 1, matrices normal with variance 1 / inputs.
 
-    The last dimension of a parameter is the contracted one. The bits depend on the kind of device: compare runs of one machine.
+    The last dimension of a matrix is the contracted one. The bits depend on the kind of device: compare runs of one machine.
     """
     with torch.device("meta"):
         module = make()
@@ -135,8 +135,10 @@ def build(make: Callable[[], nn.Module], *, seed: int, device: torch.device | st
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
         for name, p in module.named_parameters():
-            if p.ndim > 1:
-                p.copy_(torch.randn(p.shape, generator=generator, device=device) * p.shape[-1] ** -0.5)
+            if "bias" in name.rpartition(".")[2]:
+                p.zero_()
+            elif p.ndim == 1:
+                p.fill_(1.0)
             else:
-                p.fill_(0.0 if name.endswith("bias") else 1.0)
+                p.copy_(torch.randn(p.shape, generator=generator, device=device) * p.shape[-1] ** -0.5)
     return module

@@ -61,12 +61,11 @@ class PerToken(nn.Module):
     def __init__(self, tokens: int, k: int, n: int, mods: Mods) -> None:
         super().__init__()
         self.weight_TNK = nn.Parameter(torch.empty(tokens, n, k))
-        self.register_parameter("row_TN_bias", nn.Parameter(torch.empty(tokens * n)) if mods.bias else None)
-        self.tokens, self.n = tokens, n
+        self.register_parameter("bias_TN", nn.Parameter(torch.empty(tokens, n)) if mods.bias else None)
 
     def forward(self, x_TBK: torch.Tensor) -> torch.Tensor:
         y_TBN = torch.matmul(x_TBK, self.weight_TNK.transpose(1, 2))
-        return y_TBN if self.row_TN_bias is None else y_TBN + self.row_TN_bias.reshape(self.tokens, 1, self.n)
+        return y_TBN if self.bias_TN is None else y_TBN + self.bias_TN.unsqueeze(1)
 
 
 class Block(nn.Module):
