@@ -5,9 +5,18 @@
     TABLES["movielens-100k"](seed=0).batch(0, 1024, part="test")
 """
 
-from studies.loka.data.batch import Batch
-from studies.loka.data.planted import Planted
-from studies.loka.data.real import TABLES
-from studies.loka.data.table import Table
+_EXPORTS = {
+    "Batch": "studies.loka.data.batch",
+    "Planted": "studies.loka.data.planted",
+    "TABLES": "studies.loka.data.real",
+    "Table": "studies.loka.data.table",
+}
+__all__ = sorted(_EXPORTS)
 
-__all__ = ["TABLES", "Batch", "Planted", "Table"]
+
+def __getattr__(name: str):
+    import importlib
+
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
