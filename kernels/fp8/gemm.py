@@ -26,11 +26,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.exact._device import on_gpu
 from kernels.fp8._gemm_kernel import gemm_kernel, join_kernel
 from kernels.fp8.cublas import ALIGN, cublas_scaled_mm, why_not
+from kernels.fp8.emulate import multiply_ref
 from kernels.fp8.epilogue import FEATURES, Epilogue, activate_ref, normalise_ref
 from kernels.fp8.formats import E4M3
 from kernels.fp8.quantise import Quantised, quantise_ref
 from kernels.fp8.recipes import GemmRecipe
-from kernels.fp8.scaling import expand_scale, scale_shape
+from kernels.fp8.scaling import scale_shape
 from kernels.fp8.schedule import H200_SMS, STEP, GemmSchedule, c_each, schedule
 
 __all__ = ["BACKENDS", "MIN_SQNR_DB", "Sizes", "kind_of", "scaled_gemm", "scaled_gemm_ref", "unsupported"]
@@ -108,8 +109,7 @@ def scaled_gemm_ref(
 ) -> torch.Tensor | Quantised:
     """`scaled_gemm` in float64 on any device: exact products, sums to 2^-53, one rounding (to float32 in front of requantising)."""
     _check(a, b, recipe, out_dtype, bias, epilogue)
-    wide = (q.data_RC.double() * expand_scale(q.scale, tuple(q.data_RC.shape), q.operand.granularity).double() for q in (a, b))
-    out = next(wide) @ next(wide).mT
+    out = multiply_ref(a, b, recipe)
     out = out if bias is None else out + bias.double()
     if epilogue:
         out = activate_ref(normalise_ref(out, epilogue.norm, eps=epilogue.eps), epilogue.activation)
