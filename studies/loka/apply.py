@@ -51,12 +51,11 @@ def recipe_of(plan: Plan, site: str) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """`run(*arguments)` in place of `node`; `unread` are nodes that lose their only reader by it, last first."""
+    """`run(*arguments)` in place of `node`."""
 
     node: fx.Node
     run: Callable[..., torch.Tensor]
     arguments: Sequence[object]
-    unread: Sequence[fx.Node] = ()
 
 
 def replacement(registry: Registry, site: str, function: Multiply) -> Replacement:
@@ -75,10 +74,7 @@ def rewrite(registry: Registry, replacements: Sequence[Replacement]) -> nn.Modul
         with graph.inserting_before(old):
             copies[r.node] = graph.call_function(r.run, fx.node.map_arg(tuple(r.arguments), lambda n: copies[n]))
         old.replace_all_uses_with(copies[r.node])
-        graph.erase_node(old)
-        for node in r.unread:
-            if not copies[node].users:
-                graph.erase_node(copies[node])
+        _erase_unread([old])
     return with_forward(shared_copy(registry.root), graph)
 
 
@@ -91,7 +87,7 @@ def _planned(registry: Registry, plan: Plan, site: str) -> Replacement:
     steps = chain(x)
     norm = next((s for s in steps if s.name in NORMS), None)
     arguments = (steps[0].source, norm and norm.weight, norm and norm.bias, w, bias)
-    return Replacement(node=product.node, run=_fused(product.form, fusion_of(steps), recipe), arguments=arguments, unread=_between(steps[0].source, x))
+    return Replacement(node=product.node, run=_fused(product.form, fusion_of(steps), recipe), arguments=arguments)
 
 
 def _evaluating(form: Form, function: Multiply) -> Callable[..., torch.Tensor]:
@@ -120,21 +116,10 @@ def _fused(form: Form, fusion: Fusion, recipe: Recipe) -> Callable[..., torch.Te
     return site
 
 
-def _between(source: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """What leads from `source`, outside, to `last`, in an order in which unread nodes can be erased."""
-    inside, order = {source}, []
-    for node in source.graph.nodes:
-        if node is not source and node in _behind(last) and any(i in inside for i in node.all_input_nodes):
-            inside.add(node)
-            order.append(node)
-    return order[::-1]
-
-
-def _behind(last: fx.Node) -> set[fx.Node]:
-    found, frontier = set(), [last]
-    while frontier:
-        node = frontier.pop()
-        if node not in found:
-            found.add(node)
-            frontier += node.all_input_nodes
-    return found
+def _erase_unread(nodes: Sequence[fx.Node]) -> None:
+    """Erases operators that nothing reads any more, and then what only they read: the norm and activation that a fused site computes itself."""
+    for node in nodes:
+        if not node.users and node.op != "placeholder":
+            inputs = node.all_input_nodes
+            node.graph.erase_node(node)
+            _erase_unread(inputs)
