@@ -17,9 +17,9 @@ from kernels.fp8.epilogue import FEATURES
 from kernels.fp8.quantise import Quantised, quantise_ref
 from kernels.fp8.recipes import OperandRecipe
 
-__all__ = ["Output", "Sink", "bell_rows", "compiled_norm", "normed", "snr_db"]
+__all__ = ["Output", "Sink", "bell_rows", "compiled_norm", "normed", "parts", "snr_db"]
 
-Output = torch.Tensor | Quantised
+Output = torch.Tensor | Quantised | list[torch.Tensor]
 BLOCK_ROWS = 128  # made of Philox numbers; the others are these, rolled along the row
 ROLL = 7
 SAME_NORM = 0.01  # sets are one set with its rows in another order: equal norms, up to roundings of partial sums
@@ -62,29 +62,41 @@ class Sink:
         """Every output becomes NaN."""
         for i in range(len(self._eager)):
             for y in self._outputs(i):
-                if isinstance(y, Quantised):
-                    y.data_RC.view(torch.uint8).fill_(NAN_E4M3)
-                else:
-                    y.fill_(float("nan"))
+                for part in parts(y):
+                    if part.element_size() == 1:
+                        part.view(torch.uint8).fill_(NAN_E4M3)
+                    else:
+                        part.fill_(float("nan"))
 
     def written(self) -> list[Output]:
         """The first set's outputs that are no poison. Raises AssertionError where a set has none, where one has holes, or another norm than the first."""
         found = []
         for i in range(len(self._eager)):
-            whole = [y for y in self._outputs(i) if not bool(_nan(y).any())]
-            holes = [y for y in self._outputs(i) if bool(_nan(y).any()) and not bool(_nan(y).all())]
-            assert whole and not holes, f"set {i} has {len(whole)} outputs without NaN and {len(holes)} with some"
+            whole, holes = [], 0
+            for y in self._outputs(i):
+                nan = [_nan(part) for part in parts(y)]
+                if not any(bool(n.any()) for n in nan):
+                    whole.append(y)
+                elif not all(bool(n.all()) for n in nan):
+                    holes += 1
+            assert whole and not holes, f"set {i} has {len(whole)} outputs without NaN and {holes} with some"
             found.append(whole)
-        norms = [float(torch.linalg.vector_norm(y.dequantise() if isinstance(y, Quantised) else y, dtype=torch.float32)) for whole in found for y in whole]
-        assert max(norms) <= (1 + SAME_NORM) * min(norms), f"norms of the sets' outputs are {min(norms):.4g} to {max(norms):.4g}, where rolled rows leave them equal"
+        if len(found) > 1:
+            norms = [float(torch.linalg.vector_norm(y.dequantise() if isinstance(y, Quantised) else y, dtype=torch.float32)) for whole in found for y in whole]
+            assert max(norms) <= (1 + SAME_NORM) * min(norms), f"norms of the sets' outputs are {min(norms):.4g} to {max(norms):.4g}, where rolled rows leave them equal"
         return found[0]
 
     def _outputs(self, i: int) -> list:
         return self._captured[i] + ([] if self._eager[i] is None else [self._eager[i]])
 
 
-def _nan(y: Output) -> torch.Tensor:
-    return (y.data_RC.view(torch.uint8) & NAN_E4M3) == NAN_E4M3 if isinstance(y, Quantised) else y.isnan()
+def parts(y: Output) -> list[torch.Tensor]:
+    """The tensors that an output is written in; of a Quantised its numbers."""
+    return y if isinstance(y, list) else [y.data_RC if isinstance(y, Quantised) else y]
+
+
+def _nan(part: torch.Tensor) -> torch.Tensor:
+    return (part.view(torch.uint8) & NAN_E4M3) == NAN_E4M3 if part.element_size() == 1 else part.isnan()
 
 
 def normed(x_MK: torch.Tensor, norm: str, activation: str) -> torch.Tensor:

@@ -77,7 +77,8 @@ def test_a_products_operands_are_read_as_the_pass_stores_them(on_cpu) -> None:
         made = contests.make_operands(layer(6, 4, 5), which, "cpu", seed=1)
         a, b = made.read(0)
         assert (tuple(a.shape), tuple(b.shape)) == shapes and made.size.c == a.shape[1]
-        assert len(made.sets) >= 2 and not torch.equal(made.sets[0][0], made.sets[1][0]) and torch.equal(made.sets[0][0].sort(0).values, made.sets[1][0].sort(0).values)
+        (a, b), (rolled_a, rolled_b) = made.read(0), made.read(1)
+        assert not torch.equal(a, rolled_a) and torch.equal((a.double() @ b.double().T).roll((13, 13), (0, 1)), rolled_a.double() @ rolled_b.double().T)
 
 
 @pytest.mark.parametrize("broken, message", [
