@@ -95,6 +95,17 @@ def test_a_power_of_two_scale_is_the_smallest_that_fits(fmt: Format) -> None:
     assert (a <= fmt.max * s).all() and (a > fmt.max * s / 2).all()
 
 
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_scale_and_reciprocal_are_one_division_each(fmt: Format) -> None:
+    """r is not 1 / scale: for about a quarter of all amax that differs in the last bit."""
+    amax = np.abs(philox_integers(4000, 6).view(np.float32))
+    amax = np.concatenate([amax[np.isfinite(amax)], np.array([0.0, 2.0**-149, 2.0**-100, 3.4028235e38], np.float32)])
+    scale, r = scale_rule_ref(torch.from_numpy(amax), fmt)
+    want = [rule(a, fmt, False) for a in amax]
+    assert scale.tolist() == [float(s) for s, _ in want] and r.tolist() == [float(r) for _, r in want]
+    assert (1 / scale != r).float().mean() > 0.1
+
+
 @pytest.mark.parametrize("operand", RECIPES, ids=NAMES)
 def test_dequantised_numbers_are_within_half_a_step(operand: OperandRecipe) -> None:
     x = wild((2, 140, 260), 2)

@@ -6,8 +6,11 @@ Scales, products and bytes are compared, no tolerance; the interpreter's casts t
 import itertools
 import os
 
+import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -17,8 +20,10 @@ pytestmark = [
 
 from kernels.exact.philox import philox_bell, philox_integers  # noqa: E402
 from kernels.fp8 import quantise as module  # noqa: E402
+from kernels.fp8.formats import E4M3, E5M2  # noqa: E402
 from kernels.fp8.quantise import Quantised, quantise, quantise_ref  # noqa: E402
 from kernels.fp8.recipes import GRANULARITIES, OperandRecipe  # noqa: E402
+from kernels.fp8.scaling import scale_rule, scale_rule_ref  # noqa: E402
 
 INF, NAN = float("inf"), float("nan")
 WAYS = list(itertools.product(GRANULARITIES, (False, True)))
@@ -38,12 +43,32 @@ def same(a: Quantised, b: Quantised) -> bool:
     return torch.equal(*bits) and torch.equal(a.scale, b.scale) and a.operand == b.operand
 
 
+@triton.jit
+def rule_kernel(amax_ptr, scale_ptr, r_ptr, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, COUNT: tl.constexpr):
+    i = tl.arange(0, COUNT)
+    scale, r = scale_rule(tl.load(amax_ptr + i), MAX, POWER_OF_TWO)
+    tl.store(scale_ptr + i, scale)
+    tl.store(r_ptr + i, r)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
+def test_the_rule_inside_a_kernel_is_the_reference_s(fmt, power_of_two: bool) -> None:
+    bits = philox_integers(4096, 4) & 0x7FFFFFFF
+    bits[:8] = [0, 1, 0x00800000, 0x0D800000, 0x0D7FFFFF, 0x7F7FFFFF, 0x43E00000, 0x43E00001]  # 0, subnormal, 2^-126, 2^-100 and below, max, 448 and above
+    amax = torch.from_numpy(np.where(bits < 0x7F800000, bits, 0x3F800000).astype(np.int32)).view(torch.float32)
+    scale, r = torch.empty_like(amax), torch.empty_like(amax)
+    rule_kernel[(1,)](amax, scale, r, MAX=fmt.max, POWER_OF_TWO=power_of_two, COUNT=4096)
+    want_scale, want_r = scale_rule_ref(amax, fmt, power_of_two)
+    assert torch.equal(scale, want_scale) and torch.equal(r, want_r)
+
+
 # batches and ragged tiles; one number; a column longer than SHORT (two reads transposed); a row longer than LONG (two passes)
 @pytest.mark.parametrize("granularity, transpose", WAYS)
-@pytest.mark.parametrize("shape", [(3, 70, 130), (1, 1), (2, 300, 40)])
+@pytest.mark.parametrize("shape", [(2, 130, 140), (1, 1), (2, 300, 40)])
 def test_kernels_equal_the_reference(shape: tuple[int, ...], granularity: str, transpose: bool) -> None:
-    for number, (fmt, power_of_two) in enumerate(itertools.product(("e4m3", "e5m2"), (False, True))):
-        x = wild(shape, number, (torch.bfloat16, torch.float32, torch.float16, torch.bfloat16)[number])
+    for fmt, power_of_two, dtype in (("e4m3", False, torch.bfloat16), ("e5m2", True, torch.float32)):
+        x = wild(shape, 1, dtype)
         operand = OperandRecipe(fmt=fmt, granularity=granularity, power_of_two=power_of_two)
         assert same(quantise(x, operand, transpose=transpose), quantise_ref(x, operand, transpose=transpose))
 
@@ -71,7 +96,7 @@ def test_many_tiles_for_few_programs_equal_the_reference(granularity: str, trans
 
 @pytest.mark.parametrize("granularity, transpose", WAYS)
 def test_any_strides_give_the_numbers_they_show(granularity: str, transpose: bool) -> None:
-    base = wild((4, 10, 70), 8)
+    base = wild((4, 10, 70), 8, torch.float16)
     views = [
         base[:, 2:, 3:], base[::2, ::3], base.mT, base[..., ::2], base.transpose(0, 1), base[1].expand(3, 10, 70), base[:, :, :1].expand(4, 10, 9), base[:, :1],
         base.unflatten(0, (2, 2)).transpose(0, 1),
