@@ -138,6 +138,14 @@ def test_outputs_taken_as_independent_miss_what_they_share():
     assert price(site, gemm("tensorwise"), torch.zeros(64), "operands").loss == pytest.approx(shared, rel=1e-6)
 
 
+def test_the_rounding_of_a_weight_adds_up_over_an_example_s_rows():
+    """w = (17, 448) at scale 1: 17 becomes 16. Two rows of 1 read it, so the logit moves by 2 and its square is 4; x = 1 is exact."""
+    w, x = torch.tensor([[17.0], [448.0]]), torch.ones(8, 2, 1)
+    site = Tap(x=x, w=w, y=x @ w.mT, jacobian=torch.tensor([1.0, 0.0]).expand(8, 2, 2))
+    for how in ("error", "operands"):
+        assert price(site, gemm("tensorwise"), torch.zeros(8), how).loss == pytest.approx(0.5 * 0.25 * 4, rel=1e-6)
+
+
 def test_noise_and_relative_errors_by_hand():
     site = Tap(x=torch.tensor([[448.0, 0.0], [17.0, 0.0]]), w=torch.tensor([[448.0, 0.0]]), y=torch.tensor([[448.0**2], [17.0 * 448]]), jacobian=torch.ones(2, 1))
     # in tensorwise E4M3 at scale 1, 448 is exact and 17 becomes 16 (steps of 2, ties to even)
