@@ -25,7 +25,7 @@ import torch
 
 from kernels.fp8.autograd import backends as using
 from kernels.fp8.autograd import product, quantised
-from kernels.fp8.epilogue import activate_ref, normalise_ref
+from kernels.fp8.epilogue import FEATURES, activate_ref, normalise_ref
 from kernels.fp8.gemm import unsupported
 from kernels.fp8.norm_quantise import norm_quantise
 from kernels.fp8.quantise import Quantised, quantise_ref
@@ -118,7 +118,7 @@ def crossover(
     """One shape and pass: times, speed-ups and errors by variant (record "variants"), and what cannot run and why (record "unsupported")."""
     torch.compiler.reset()  # a worker runs many shapes: compiled functions of earlier cells would use up the limit of this one's
     operands = make_operands(Site(name="shape", op="linear", batch=1, m=m, n=n, k=k), which, ctx.device, seed=200 + ctx.seed)
-    entries, refused = entered(operands, recipes, backends, fused if which == "forward" else (), ctx.device)
+    entries, refused = entered(operands, recipes, backends, fused if which == "forward" else (), ctx.device, norm=norm)
     errors: dict[str, float] = {}
     variants = [variant_of(e, operands, errors, norm, activation) for e in entries]
     result = contest(variants, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, control="bf16")
@@ -133,13 +133,16 @@ def crossover(
 
 
 def entered(
-    operands: Operands, recipes: Sequence[str], backends: Sequence[str], fused: Sequence[str], device: str, works: Sequence[str] = ("whole", "product", "frozen")
-) -> tuple[list[Entry], list[dict]]:
+    operands: Operands, recipes: Sequence[str], backends: Sequence[str], fused: Sequence[str], device: str, *, works: Sequence[str] = ("whole", "product", "frozen"),
+    norm: str = "none",
+) -> tuple[list[Entry], list[dict]]:  # fmt: skip
     """What runs here, and a reason for each that does not."""
     entries, refused = [Entry(work="bf16")], []
     works = [w for w in works if w != "frozen" or operands.which == "forward"]
     wanted = [Entry(work=w, recipe=r, backend=b) for r in recipes for b in backends for w in works]
-    if fused:
+    if fused and norm == "blocknorm" and operands.size.c % FEATURES:
+        refused.append({"variant": "norm+bf16", "why": f"blocks of {FEATURES} features do not divide {operands.size.c}; ask with another norm"})
+    elif fused:
         entries.append(Entry(work="norm+bf16", base=""))
         wanted += [Entry(work="fused", recipe=r, backend=b, base="norm+bf16") for r in fused for b in backends]
     for e in wanted:

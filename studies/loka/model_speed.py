@@ -10,7 +10,8 @@
     torchao            torchao's tensorwise training on every nn.Linear whose sizes it takes; recorded as absent where it does not import
 
 Training: logits, binary cross-entropy, gradients of all parameters and of the embedded features; weights are quantised in every step. Otherwise
-inference: logits, weights in FP8 beforehand (studies.loka.frozen). Embeddings, optimizer and communication are outside.
+inference: logits, weights in FP8 beforehand (studies.loka.frozen). With `table_rows` the rest of a training step, which is the same for all arms, is
+timed in the same contest (studies.loka.step_rest), and whole steps are compared as sums of the two. Communication is outside.
 A step moves far more than the L2 holds, so one set of inputs serves. Every variant's loss and gradients are compared with bf16's: the bar finds
 what is broken, the numbers themselves are in the record. The input "times" also gives each product its faster backend, and Amdahl's cap.
 """
@@ -27,6 +28,7 @@ from functools import partial
 from itertools import product as combinations
 
 import torch
+import torch._dynamo  # not imported by torch itself
 import torch.nn.functional as F
 from torch import nn
 
@@ -41,6 +43,7 @@ from studies.loka.fuse import why_not_fused
 from studies.loka.registry import Registry, trace
 from studies.loka.site import Plan
 from studies.loka.site_times import backends_of, built, fastest, predicted
+from studies.loka.step_rest import rest_of
 from studies.loka.training import MODS, mods_named
 from studies.models.recommenders import PUBLISHED
 from studies.models.recommenders.inputs import example_inputs
@@ -55,6 +58,7 @@ __all__ = ["dense_step", "mods_latency", "single"]
 LEAST_COSINE = 0.5  # of a variant's gradient and bf16's
 LEAST_DB = {True: 0.0, False: 15.0}  # of a variant's logits against bf16's: of FP8, of bf16 compiled
 DISPATCH = "dispatch"
+REST = "rest"
 Step = Callable[[], list[torch.Tensor]]
 
 
@@ -77,8 +81,9 @@ class Subject:
 
 
 def dense_step(
-    ctx: Context, *, model: str, size: str, mods: str, batch: int, training: bool, variants: Sequence[str], rounds: int, launches: int, warmup_s: float
-) -> Result:
+    ctx: Context, *, model: str, size: str, mods: str, batch: int, training: bool, variants: Sequence[str], rounds: int, launches: int, warmup_s: float,
+    table_rows: int = 0,
+) -> Result:  # fmt: skip
     """Step times by variant: record "variants", with speed-ups over bf16, errors against it, and the plan of each."""
     torch.compiler.reset()
     subject = subject_of(ctx, model, size, mods, batch, training)
@@ -90,7 +95,10 @@ def dense_step(
     errors: dict[str, dict] = {}
     touched = sum(t.nbytes for t in (*subject.module.parameters(), *subject.example))
     made = [variant(v, steps[v], want, errors, touched) for v in entered]
-    result = contest(made, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, control="bf16")
+    if table_rows:
+        made.append(rest_variant(subject, table_rows, ctx.seed))
+    with torch._dynamo.config.patch(recompile_limit=len(made) + 8):  # arms share code, which torch else runs uncompiled from the ninth on
+        result = contest(made, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, control="bf16")
     lines = [{"variant": v, "us": result.median_s(v) * 1e6, "log_speedup": result.log_ratio("bf16", v), "low": result.log_ratio("bf16", v) - result.noise_floor, **errors[v],
               "fp8_products": sum(map(len, plans[v].recipes.values())) if v in plans else 0, "fused_sites": len(plans[v].fused) if v in plans else 0} for v in entered]  # fmt: skip
     cap = predicted(subject.registry.sites, subject.times, plans[DISPATCH], result.median_s("bf16") * 1e6, subject.passes) if subject.times and DISPATCH in plans else {}
@@ -106,8 +114,11 @@ def summary(result, entered: Sequence[str]) -> dict[str, float]:
     """Of this process: ln(time of bf16 / time of the fastest single recipe, of the plan, of the plan or single with fusion, of torchao)."""
     kinds = {"single": [v for v in entered if v.startswith("single")], DISPATCH: [v for v in entered if v.startswith(DISPATCH)], "torchao": [v for v in entered if v == "torchao"]}
     out = {"step_us": result.median_s("bf16") * 1e6}
+    rest_s = result.median_s(REST) if REST in result.names else None
     fast = {kind: max((v for v in names), key=lambda v: result.log_ratio("bf16", v)) for kind, names in kinds.items() if names}
     out |= {f"log_speedup_{kind}": result.log_ratio("bf16", v) for kind, v in fast.items()}
+    if rest_s is not None:
+        out |= {"rest_us": rest_s * 1e6} | {f"log_speedup_step_{k}": math.log((result.median_s("bf16") + rest_s) / (result.median_s(v) + rest_s)) for k, v in fast.items()}
     if DISPATCH in fast and "single" in fast:
         out["log_dispatch_over_single"] = result.log_ratio(fast["single"], fast[DISPATCH])
     return out
@@ -211,6 +222,18 @@ def variant(name: str, step: Step, want: Sequence[torch.Tensor], errors: dict[st
     return Variant(name=name, calls=sink.calls, check=check, poison=sink.poison, bytes_moved=touched)
 
 
+def rest_variant(subject: Subject, table_rows: int, seed: int) -> Variant:
+    rest = rest_of(subject.module, subject.example, table_rows=table_rows, seed=seed)
+    want = rest().clone()
+    sink = Sink(1, lambda _: rest())
+
+    def check() -> None:
+        for y in sink.written():
+            assert torch.equal(y, want), "rows that were looked up are not the tables'"
+
+    return Variant(name=REST, calls=sink.calls, check=check, poison=sink.poison, bytes_moved=sum(8 * p.numel() for p in subject.module.parameters()))
+
+
 def gradient_cosine(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
     """Of two lists of tensors as one vector each."""
     dot = lambda u, v: math.fsum(float((x.float().flatten() @ y.float().flatten()).double()) for x, y in zip(u, v, strict=True))  # noqa: E731
@@ -235,7 +258,8 @@ def mods_latency(ctx: Context, *, size: str, batch: int, training: bool, rounds:
         want = run_layer(layer, layer, x_BND, training)
         step = partial(run_layer, layer, torch.compile(layer, dynamic=False), x_BND, training)
         variants.append(variant_of_layer(name or "none", step, want, errors, sum(t.nbytes for t in layer.parameters()) + 2 * x_BND.nbytes))
-    result = contest(variants, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, control="none")
+    with torch._dynamo.config.patch(recompile_limit=2 * len(names)):
+        result = contest(variants, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, control="none")
     lines = [{"mods": name, "us": result.median_s(name or "none") * 1e6, "log_speedup": result.log_ratio("none", name or "none"), **errors[name or "none"]} for name in names]
     return Result(metrics={"layer_us": result.median_s("none") * 1e6, "log_speedup_mods": lines[-1]["log_speedup"]} | conditions(result), arrays=result.to_arrays(),
                   records={"mods": lines, "conditions": result.conditions, "telemetry": result.telemetry}, facts={"throttle": ",".join(result.throttle_reasons) or "none"})  # fmt: skip

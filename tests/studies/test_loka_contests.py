@@ -81,6 +81,13 @@ def test_a_products_operands_are_read_as_the_pass_stores_them(on_cpu) -> None:
         assert not torch.equal(a, rolled_a) and torch.equal((a.double() @ b.double().T).roll((13, 13), (0, 1)), rolled_a.double() @ rolled_b.double().T)
 
 
+def test_a_norm_whose_blocks_do_not_divide_the_row_leaves_the_fused_variants_out_and_says_so(on_cpu) -> None:
+    made = contests.make_operands(layer(64, 300, 64), "forward", "cpu", seed=1)
+    for norm, count in (("blocknorm", 0), ("layernorm", 2)):
+        entries, refused = contests.entered(made, ["rowwise"], ["triton"], ["rowwise"], "cpu", norm=norm)
+        assert sum(e.work in ("norm+bf16", "fused") for e in entries) == count and [r["variant"] for r in refused] == ["norm+bf16"] * (count == 0)
+
+
 @pytest.mark.parametrize("broken, message", [
     (lambda y: y.neg_(), "from its emulation"),
     (lambda y: y[3:4].fill_(float("nan")), "with some"),

@@ -162,6 +162,18 @@ def test_inference_runs_the_forward_products_of_a_plan_only(on_cpu, times) -> No
     assert "gradient_cosine" not in result.records["variants"][1] and result.records["variants"][2]["fused_sites"] > 0
 
 
+def test_whole_steps_are_sums_of_the_dense_part_and_a_rest_that_changes_nothing(on_cpu, monkeypatch) -> None:
+    seen = []
+    real = model_speed.rest_of
+    monkeypatch.setattr(model_speed, "rest_of", lambda module, *args, **options: seen.append([p.detach().clone() for p in module.parameters()]) or seen.append(module) or real(module, *args, **options))
+    result = dense_step(Context(device="cpu"), **asked(variants=["bf16", "single rowwise"], table_rows=30))
+    before, module = seen
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+    bf16, one, rest = (result.metrics["step_us"], next(x["us"] for x in result.records["variants"] if x["variant"] == "single rowwise"), result.metrics["rest_us"])
+    assert result.metrics["log_speedup_step_single"] == pytest.approx(float(torch.tensor((bf16 + rest) / (one + rest)).log()), rel=1e-4, abs=1e-6)
+    assert [x["variant"] for x in result.records["variants"]] == ["bf16", "single rowwise"]
+
+
 def test_a_plan_that_was_made_elsewhere_is_the_one_that_runs(on_cpu, tmp_path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps({"recipes": {"interaction.0.lcb:linear": {"wgrad": "tensorwise"}}, "made_by": "a test"}))
     result = dense_step(Context(device="cpu", inputs={"plan": tmp_path}), **asked(variants=["dispatch"]))
