@@ -30,7 +30,7 @@ Operands = dict[str, tuple[torch.Tensor, torch.Tensor]]  # pass -> (a [..., R, C
 
 
 def captured(ctx: Context, *, model: str, size: str, mods: str, steps: int, batch: int, examples: int) -> Result:
-    """Record "sites": one object for each site and pass. Metrics: forward sites, and how many of them are safe in each recipe."""
+    """Record "sites": one object for each site and pass. Metrics: safe recipes of all inner forward sites together, and the worst site's 1st percentile."""
     learner = Learner(Training(model=model, size=size, mods=mods, steps=steps, batch=batch), seed=ctx.seed, device=ctx.device)
     data = Planted(seed=TEACHER)
     train(learner, lambda i: data.batch(i, batch), ctx)
@@ -43,8 +43,9 @@ def captured(ctx: Context, *, model: str, size: str, mods: str, steps: int, batc
             threshold = GRADIENT_DB if which != "forward" else HEAD_DB if site.head else INNER_DB
             records.append({"site": site.name, "op": site.op, "which": which, "head": site.head, "threshold_db": threshold,
                             "recipes": judged(draws[:enough], threshold, ctx.device)})  # fmt: skip
-    forward = [{v["recipe"]: v["verdict"] for v in r["recipes"]} for r in records if r["which"] == "forward"]
-    metrics = {"sites": float(len(forward))} | {f"safe_{name}": float(sum(v[name] == "safe" for v in forward)) for name in ("tensorwise", "rowwise")}
+    inner = [{v["recipe"]: v for v in r["recipes"]} for r in records if r["which"] == "forward" and not r["head"]]
+    metrics = {"safe_recipes": float(sum(v["verdict"] == "safe" and v["fp8"] for verdicts in inner for v in verdicts.values()))}
+    metrics |= {f"p01_db_{name}": min(verdicts[name]["p01_db"] for verdicts in inner) for name in ("tensorwise", "rowwise")}
     return Result(metrics=metrics | hardware([v for r in records for v in r["recipes"]]), records={"sites": records}, kind=kind(ctx.device))
 
 

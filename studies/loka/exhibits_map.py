@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from studies.loka.presets import SYNTHETIC, Map, cpu, gpu, smoke
 from studies.loka.questions import GRADIENT_DB, HEAD_DB, INNER_DB, site_questions
-from studies.loka.site import Site
 from suite.claims import Row, View
 from suite.exhibit import Column, Prose, Table
+
+if TYPE_CHECKING:  # a site imports torch, and a study is listed without it
+    from studies.loka.site import Site
 
 TITLE = "Safety map"
 LETTERS = {"tensorwise": "T", "rowwise": "R", "rowwise-p2": "P", "blockwise": "B", "tensorwise-grad": "t", "rowwise-grad": "r", "blockwise-both": "b"}

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from studies.loka.site import Site
+if TYPE_CHECKING:  # a site imports torch, and a study is listed without it
+    from studies.loka.site import Site
 
 TABLE = Path(__file__).with_name("model_sites.json")
 FIELDS = ("name", "op", "grows", "batch", "m", "n", "k", "head", "trains_x")
@@ -32,6 +34,8 @@ def _table() -> dict[str, list[list]]:
 
 
 def _site(line: dict, batch: int) -> Site:
+    from studies.loka.site import Site
+
     grows = line.pop("grows")
     return Site(**{**line, grows: line[grows] * batch})
 
@@ -41,7 +45,7 @@ def traced(model: str, size: str) -> list[list]:
     import torch
 
     from studies.loka.registry import trace
-    from studies.models.recommenders import MODELS, PUBLISHED
+    from studies.models.recommenders.catalogue import MODELS, PUBLISHED
     from studies.models.recommenders.dlrm import DLRM_SIZES
     from studies.models.recommenders.hstu import HSTU_SIZES
     from studies.models.recommenders.rankmixer import RANKMIXER_SIZES
@@ -61,7 +65,7 @@ def traced(model: str, size: str) -> list[list]:
 
 
 def main() -> None:
-    from studies.models.recommenders import SIZES
+    from studies.models.recommenders.catalogue import SIZES
 
     table = {f"{model} {size}": traced(model, size) for model, sizes in SIZES.items() for size in sizes}
     lines = [f' "{name}": [\n' + ",\n".join(f"  {json.dumps(line)}" for line in sites) + "\n ]" for name, sites in table.items()]

@@ -1,7 +1,7 @@
 """Presets of the LoKA study: functions that return a whole config.
 
     smoke()     seconds on a CPU: two cells of the safety map
-    cpu()       what two cores can honestly show, emulated: the safety map, the probe, pricing, small training arms; no time of any kind
+    cpu()       what two cores can honestly show, emulated: the safety map, real activations, small training arms; no time of any kind
     gpu()       the same with the real kernels, and every timing: crossover map, fused quantising, whole models, quality
 """
 
@@ -10,14 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODELS = (("dlrm_v2", "mlperf"), ("wukong", "5.6"), ("hstu", "dlrm-v3"), ("rankmixer", "100m"))  # a model and its size
+TRAINED = ("wukong", "dlrm_v2", "rankmixer")  # have dense features and fields, as the data do
+ALL_MODS = "nobias+blocknorm+hardswish"
 SYNTHETIC = ("gaussian", "student-t3", "log-normal", "row-scaled", "outliers", "post-relu")
+MODS_2K = ("", "nobias", "blocknorm", "hardswish", "nobias+blocknorm", "nobias+hardswish", "blocknorm+hardswish", ALL_MODS)
+ARMS = ("bf16", "bf16-perturbed", "naive", "planted-bad")
+FORWARD, DGRAD, WGRAD = ("tensorwise-fast", "rowwise-fast", "blockwise"), ("tensorwise-grad", "rowwise-p2", "blockwise"), ("tensorwise-grad", "rowwise-p2", "blockwise-both")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Map:
     """The safety map: sites of these models (a model and its size), each pass of each under each distribution."""
 
-    models: tuple[tuple[str, str], ...]
+    models: tuple[tuple[str, str], ...] = MODELS
     distributions: tuple[str, ...] = SYNTHETIC
     passes: tuple[str, ...] = ("forward", "dgrad", "wgrad")
     batch: int = 8192  # examples of a step
@@ -32,20 +37,84 @@ class Map:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Real:
+    """Models trained here, whose activations and gradients are judged site by site."""
+
+    models: tuple[str, ...] = TRAINED
+    size: str = "small"
+    mods: tuple[str, ...] = ("",)
+    steps: int = 200
+    batch: int = 512
+    examples: int = 512
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Training runs: each arm with seeds 1 to `pairs`, on one teacher and one set of test rows."""
+
+    arms: tuple[str, ...] = ARMS
+    pairs: int = 8  # the pilot's
+    size: str = "small"
+    mods: str = ""
+    data: str = "planted"
+    steps: int = 60
+    batch: int = 256
+    test_rows: int = 16384
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Contests of single products and of fused quantising, on a GPU."""
+
+    passes: tuple[str, ...] = ("forward", "dgrad", "wgrad")
+    backward_of: tuple[str, ...] = ("dlrm-v2 ", "wukong-5.6 ")  # shapes whose gradients are timed too begin so
+    backends: tuple[str, ...] = ("triton", "torch")
+    bandwidth: tuple[tuple[int, int], ...] = ((65536, 4096), (8192, 512), (8192, 1024), (8192, 3456), (8192, 4096), (6144, 7680), (65536, 512))  # rows and features
+    replicates: int = 5  # process starts, of the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """A model's dense part, timed whole: first each of its products, then a step of every variant in one contest."""
+
+    model: str
+    size: str
+    batch: int
+    mods: str = ALL_MODS  # of baseline and plans alike
+    training: bool = True
+    variants: tuple[str, ...] = ("bf16", "single rowwise", "single rowwise-hp-wgrad", "dispatch", "dispatch fused")
+    replicates: int = 5
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """What is asked. None or empty: not asked."""
 
     map: Map | None = None
+    real: Real | None = None
+    quality: tuple[Quality, ...] = ()
+    timing: Timing | None = None
+    steps: tuple[Steps, ...] = ()
+    mods_latency: bool = False  # of one inner layer of Wukong-5.6 in all 2^3 combinations
     seed: int = 0
 
 
 def smoke() -> Config:
-    return Config(map=Map(models=(("dlrm_v2", "mlperf"),), distributions=("gaussian", "row-scaled"), passes=("forward",), contracted=128, first=1))
+    return Config(map=Map(models=MODELS[:1], distributions=("gaussian", "row-scaled"), passes=("forward",), contracted=128, first=1))
 
 
 def cpu() -> Config:
-    return Config(map=Map(models=MODELS))
+    return Config(map=Map(), real=Real(), quality=(Quality(),))
 
 
 def gpu() -> Config:
-    return Config(map=Map(models=MODELS, rows=2048, contracted=4096, device="cuda"))
+    wukong = {"model": "wukong", "size": "5.6", "batch": 6144}  # LoKA's batch on an H100
+    naive = ("bf16", "torchao", "single tensorwise", "single rowwise", "single rowwise-hp-wgrad", "dispatch")
+    others = (("dlrm_v2", "mlperf", 8192), ("wukong", "1.25", 6144), ("rankmixer", "100m", 8192))
+    both = (True, False)
+    steps = (Steps(**wukong, mods="", variants=naive), *(Steps(**wukong, training=t) for t in both))
+    steps += tuple(Steps(model=m, size=s, batch=b, training=t, replicates=2) for m, s, b in others for t in both)
+    quality = (Quality(size="0.53", steps=400, batch=4096, test_rows=2_097_152, device="cuda"), *(Quality(mods=m, arms=("bf16",), steps=2000, batch=2048, test_rows=1_048_576, device="cuda") for m in MODS_2K))
+    return Config(map=Map(rows=2048, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), quality=quality, timing=Timing(), steps=steps, mods_latency=True)

@@ -7,10 +7,15 @@ Importing it imports neither torch nor kernels: planning takes no second.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from studies.loka.model_sites import model_sites
-from studies.loka.presets import Config, Map
-from studies.loka.site import Site
+from studies.loka.presets import DGRAD, FORWARD, WGRAD, Config, Map, Quality, Real, Steps, Timing
+from studies.loka.shapes import SHAPES, Shape
 from suite.cell import Cell, Needs
+
+if TYPE_CHECKING:  # a site imports torch, and a study is listed without it
+    from studies.loka.site import Site
 
 STUDY, HERE = "loka", "studies.loka"
 # of the 1st percentile of rows, in dB; safety_map derives them, and a test holds these to its
@@ -19,7 +24,14 @@ FEWEST_ROWS = 16  # of a product: below, FP8 would multiply padding
 
 
 def questions(config: Config) -> list[Cell]:
-    return [*(_map(config.map, config.seed) if config.map else [])]
+    out = _map(config.map, config.seed) if config.map else []
+    out += _real(config.real, config.seed) if config.real else []
+    out += [cell for q in config.quality for cell in _quality(q)]
+    out += _timing(config.timing) if config.timing else []
+    return out + _whole_models(config)
+
+
+# ---- the safety map ------------------------------------------------------------------------------------------------------------
 
 
 def site_questions(m: Map) -> dict[tuple, list[tuple[str, Site, str]]]:
@@ -51,3 +63,75 @@ def safety(what: tuple, distribution: str, m: Map, seed: int) -> Cell:
     sizes = f"{products} x {rows} rows x {contracted}" if products > 1 else f"{rows} rows x {contracted}"
     return Cell(study=STUDY, measure=f"{HERE}.safety_map:safety", params=params, seed=seed, needs=Needs(device=m.device, memory_gib=1),
                 label=f"safety {which} {op} {sizes} {distribution}{' logit' if threshold == HEAD_DB else ''}")  # fmt: skip
+
+
+def _real(r: Real, seed: int) -> list[Cell]:
+    return [
+        Cell(study=STUDY, measure=f"{HERE}.captured:captured", seed=seed, needs=Needs(device=r.device, memory_gib=2), label=f"real activations {model} {r.size} {mods}".strip(),
+             params={"model": model, "size": r.size, "mods": mods, "steps": r.steps, "batch": r.batch, "examples": r.examples})
+        for model in r.models for mods in r.mods
+    ]  # fmt: skip
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------------
+
+
+def _quality(q: Quality) -> list[Cell]:
+    return [quality(q, arm, seed) for seed in range(1, q.pairs + 1) for arm in q.arms]
+
+
+def quality(q: Quality, arm: str, seed: int) -> Cell:
+    params = {"arm": arm, "model": "wukong", "size": q.size, "mods": q.mods, "data": q.data, "steps": q.steps, "batch": q.batch, "test_rows": q.test_rows}
+    return Cell(study=STUDY, measure=f"{HERE}.quality:quality", params=params, seed=seed, needs=Needs(device=q.device, memory_gib=3, time_limit_s=1800),
+                label=" ".join(filter(None, ("quality", arm, f"wukong {q.size}", q.mods, q.data, f"seed {seed}"))))  # fmt: skip
+
+
+# ---- time ----------------------------------------------------------------------------------------------------------------------
+
+
+def _timing(t: Timing) -> list[Cell]:
+    asked = {(which, s.m, s.k, s.n): (name, s, which) for which in t.passes for name, s in SHAPES.items() if which == "forward" or name.startswith(t.backward_of)}
+    map_ = [crossover(name, shape, which, t) for name, shape, which in asked.values()]
+    first, *others = t.bandwidth
+    bar = [fused_quantise(*first, replicate=i) for i in range(t.replicates)]
+    return map_ + bar + [fused_quantise(m, k) for m, k in others] + [fused_quantise(*first, norm=n, activation=a) for n, a in (("layernorm", "silu"), ("rmsnorm", "silu"))]
+
+
+def crossover(name: str, shape: Shape, which: str, t: Timing) -> Cell:
+    recipes = {"forward": FORWARD, "dgrad": DGRAD, "wgrad": WGRAD}[which]
+    params: dict[str, Any] = {"m": shape.m, "k": shape.k, "n": shape.n, "which": which, "recipes": list(recipes), "backends": list(t.backends),
+                              "fused": ["rowwise-fast"] if which == "forward" else [], "rounds": 6, "launches": 8, "warmup_s": 0.2}  # fmt: skip
+    return _exclusive("contests:crossover", params, f"time {which} {name}")
+
+
+def fused_quantise(m: int, k: int, *, norm: str = "blocknorm", activation: str = "hardswish", replicate: int = 0) -> Cell:
+    params = {"m": m, "k": k, "norm": norm, "activation": activation, "granularity": "row", "keep": False, "rounds": 12, "launches": 8, "warmup_s": 0.5}
+    return _exclusive("contests:fused_quantise", params, f"time {norm} + {activation} + quantise {m}x{k} #{replicate}", replicate)
+
+
+def _whole_models(config: Config) -> list[Cell]:
+    """Times of every product first, of each model, Mods and batch once; then steps, replicate by replicate."""
+    times = {(s.model, s.size, s.mods, s.batch): site_times(s) for s in config.steps}
+    steps = [dense_step(s, times[s.model, s.size, s.mods, s.batch], i) for i in range(max((s.replicates for s in config.steps), default=0)) for s in config.steps if i < s.replicates]
+    contest = {"size": "5.6", "batch": 6144, "training": True, "rounds": 8, "launches": 8, "warmup_s": 0.5}
+    return [*times.values(), *steps, *(_exclusive("model_speed:mods_latency", contest, f"time a layer of Wukong-5.6 in 8 Mods #{i}", i) for i in range(5) if config.mods_latency)]
+
+
+def site_times(s: Steps) -> Cell:
+    params = {"model": s.model, "size": s.size, "mods": s.mods, "batch": s.batch, "recipes": {"forward": list(FORWARD), "dgrad": list(DGRAD), "wgrad": list(WGRAD)},
+              "backends": ["triton", "torch"], "rounds": 6, "launches": 8, "warmup_s": 0.2}  # fmt: skip
+    return _exclusive("site_times:site_times", params, f"time every product of {_model_name(s)}")
+
+
+def dense_step(s: Steps, times: Cell, replicate: int) -> Cell:
+    params = {"model": s.model, "size": s.size, "mods": s.mods, "batch": s.batch, "training": s.training, "variants": list(s.variants), "rounds": 6, "launches": 4, "warmup_s": 1.0}
+    return _exclusive("model_speed:dense_step", params, f"time {'training' if s.training else 'inference'} {_model_name(s)} #{replicate}", replicate, {"times": times})
+
+
+def _model_name(s: Steps) -> str:
+    return f"{s.model} {s.size} {s.mods or 'as published'} B={s.batch}"
+
+
+def _exclusive(measure: str, params: dict[str, Any], label: str, replicate: int = 0, inputs: dict[str, Cell] | None = None) -> Cell:
+    return Cell(study=STUDY, measure=f"{HERE}.{measure}", params=params, replicate=replicate, label=label, inputs=inputs or {},
+                needs=Needs(device="cuda", exclusive=True, gpu_memory_gib=60, time_limit_s=1800))  # fmt: skip

@@ -22,13 +22,10 @@ def best_preset(machine) -> tuple[str, str]:
 
 
 METRICS = (
-    Metric(name="rows", meaning="rows of products behind a quantile"),
-    Metric(name="safe_recipes", better="higher", meaning="FP8 recipes that are safe at this site and pass"),
+    Metric(name="safe_recipes", better="higher", meaning="FP8 recipes that are safe at this site and pass, or at all inner forward sites of a model together"),
     *(Metric(name=f"p01_db_{r}", unit="dB", better="higher", meaning=f"1st percentile over rows of a product's SQNR, {r}") for r in ("tensorwise", "rowwise")),
     Metric(name="flushed_share", better="lower", meaning="share of an operand's non-zero elements that one scale a tensor turns to 0"),
     Metric(name="hardware_db", unit="dB", better="higher", meaning="SQNR of the kernels against the emulation, the worst row"),
-    Metric(name="sites", meaning="sites of a trained model"),
-    *(Metric(name=f"safe_{r}", better="higher", meaning=f"of them, forward, safe in {r}") for r in ("tensorwise", "rowwise")),
     Metric(name="log_loss", unit="nats", better="lower", meaning="of fresh examples, expected under their known probabilities where the data are planted"),
     Metric(name="bayes_log_loss", unit="nats", meaning="what no model can beat on these examples"),
     Metric(name="normalised_entropy", better="lower", meaning="log-loss over that of the base rate"),
@@ -42,6 +39,16 @@ METRICS = (
     Metric(name="log_bandwidth_share", better="higher", meaning="ln(bytes a second of the fused kernel / copy bandwidth), this process"),
     *(Metric(name=f"log_speedup_over_{w}", better="higher", meaning=f"ln(time of {what} / time of the fused kernel), this process") for w, what in (
         ("compiled", "the same in one compiled function"), ("separate", "norm first, quantising after"))),
+    Metric(name="step_us", unit="us", better="lower", meaning="median time of a model's step in bf16"),
+    *(Metric(name=f"log_speedup_{w}", better="higher", meaning=f"ln(time of a step in bf16 / time of {what}), this process") for w, what in (
+        ("single", "the fastest single recipe"), ("dispatch", "the plan"), ("torchao", "torchao on every linear layer"), ("mods", "a layer with all three Mods, both in bf16"))),
+    Metric(name="log_dispatch_over_single", better="higher", meaning="ln(time of the fastest single recipe / time of the plan), this process"),
+    Metric(name="product_share", meaning="share of a bf16 step that its products take"),
+    Metric(name="product_speedup", better="higher", meaning="of the products alone, by their own times"),
+    Metric(name="amdahl_cap", better="higher", meaning="1 / ((1 - share) + share / speed-up): what a step could gain"),
+    Metric(name="layer_us", unit="us", better="lower", meaning="median time of a layer as published, bf16"),
+    Metric(name="products", meaning="products of a model that were timed"),
+    Metric(name="fp8_products", better="higher", meaning="of them, faster in FP8 with their whole interval"),
     Metric(name="log_control", meaning="ln ratio of a program to itself"),
     Metric(name="noise_floor", meaning="95% of |ln ratio| of a program to itself, over rounds"),
 )  # fmt: skip
