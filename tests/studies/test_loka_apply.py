@@ -133,10 +133,12 @@ def test_applying_again_starts_from_the_model_as_it_was_written():
 
 def test_the_model_itself_stays_as_it_is():
     model, x = Small(), draw(4, 6, 32)
-    before = gradients(model, x)
-    gradients(apply(model, planned(*["tensorwise"] * 4), x), x)
+    before, modules = gradients(model, x), list(model.modules())
+    found = apply(model, planned(*["tensorwise"] * 4), x)
+    gradients(found, x)
+    found.a.register_buffer("later", x)
     assert_same(gradients(model, x), before)
-    assert type(model) is Small
+    assert type(model) is Small and all(a is b for a, b in zip(model.modules(), modules, strict=True)) and "a.later" not in model.state_dict()
 
 
 def test_a_deep_copy_has_parameters_of_its_own_and_the_same_recipes():

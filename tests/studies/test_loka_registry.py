@@ -270,7 +270,7 @@ def test_tracing_moves_no_statistic_no_mode_no_random_state_and_adds_no_attribut
 
 
 def test_a_buffer_is_read_when_the_traced_model_runs():
-    model = Model(lambda s, x: s.layer(x * s.scale.unsqueeze(0)), layer=nn.Linear(8, 4))
+    model = Model(lambda s, x: s.layer(x * (s.scale + 1.0)), layer=nn.Linear(8, 4))
     model.register_buffer("scale", torch.ones(8))
     traced, x = rewrite(trace(model, draw(6, 8)), []), draw(6, 8)
     model.scale.fill_(3.0)
