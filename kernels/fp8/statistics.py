@@ -111,7 +111,8 @@ def statistics_kernel(x_ptr, count_ptr, amax_ptr, sum_ptr, squares_ptr, rows, C,
     """
     code = tl.arange(0, CODES)
     counts = tl.zeros((CODES,), tl.int32)
-    padding = tl.zeros((), tl.int64)  # elements outside of x were counted as zeros
+    zero = tl.zeros((), tl.int64)
+    padding = zero  # elements outside of x were counted as zeros
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         row_amax, row_sum, row_squares = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float64), tl.zeros((ROWS,), tl.float64)
@@ -131,7 +132,7 @@ def statistics_kernel(x_ptr, count_ptr, amax_ptr, sum_ptr, squares_ptr, rows, C,
             row_amax = tl.maximum(row_amax, amax)
             row_sum += tl.sum(x, 1).to(tl.float64) * unit
             row_squares += tl.sum(x * x, 1).to(tl.float64) * unit * unit
-        padding += (tl.cdiv(C, COLUMNS) * COLUMNS).to(tl.int64) * ROWS - tl.minimum(rows - tile * ROWS, ROWS).to(tl.int64) * C
+        padding += zero + tl.cdiv(C, COLUMNS) * COLUMNS * ROWS - (zero + tl.minimum(rows - tile * ROWS, ROWS)) * C
         tl.store(amax_ptr + row, row_amax, mask=row < rows)
         tl.store(sum_ptr + row, row_sum, mask=row < rows)
         tl.store(squares_ptr + row, row_squares, mask=row < rows)

@@ -237,6 +237,20 @@ def test_kernels_compile_to_wide_accesses_and_saturating_casts_without_spills(na
     assert_no_spills(compiled, registers)
 
 
+@pytest.mark.skipif("nvidia" not in triton.backends.backends, reason="needs triton's NVIDIA backend (compiler only)")
+@pytest.mark.parametrize("name", ["rows", "squares of x^T", "long rows", "amax of a tensor", "amax of columns", "cast of a tensor", "cast of columns"])
+def test_kernels_compile_where_sizes_are_one_or_beyond_32_bits(name: str) -> None:
+    """Triton makes a constant of an argument that is 1 and an int64 of a large one; the interpreter does neither."""
+    kernel, constants, _, _ = KERNELS[name]
+    small = {**constants, **{n: 16 for n in ("ROWS", "COLUMNS") if n in constants}, **{n: 4 for n in ("PARTIALS", "PADDED", "SPLITS") if n in constants}}
+    sizes = [n for n in kernel.arg_names if TYPES.get(n) == "i32"]
+    for ones, wide in ((sizes, "i32"), (sizes[:1], "i32"), (["C"], "i32"), ([], "i64")):
+        fixed = {**small, **dict.fromkeys(ones, 1)}
+        signature = {n: "constexpr" if n in fixed else TYPES[n].replace("i32", wide) for n in kernel.arg_names}
+        compiled = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+        assert "ld.global" in compiled.asm["ptx"]
+
+
 def assert_no_spills(compiled, registers: int) -> None:
     """By ptxas's own words: usage of the binary that would be launched."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:

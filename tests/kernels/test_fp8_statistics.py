@@ -23,6 +23,7 @@ from kernels.exact.philox import philox_bell, philox_integers
 from kernels.fp8.statistics import EXPONENTS, MIN_EXPONENT, Statistics, statistics, statistics_kernel, statistics_ref
 
 INF, NAN = float("inf"), float("nan")
+POINTERS = {"x_ptr": "*bf16", "count_ptr": "*i64", "amax_ptr": "*fp32", "sum_ptr": "*fp64", "squares_ptr": "*fp64"}
 
 
 def near(total: torch.Tensor, terms: list[float]) -> bool:
@@ -116,11 +117,10 @@ def test_bad_inputs_are_refused() -> None:
 @pytest.mark.skipif("nvidia" not in triton.backends.backends, reason="needs triton's NVIDIA backend (compiler only)")
 @pytest.mark.parametrize("rows, columns", [(4, 1024), (1, 4096)])
 def test_the_kernel_reads_16_bytes_at_a_time_and_counts_in_integers_without_spills(rows: int, columns: int) -> None:
-    pointers = {"x_ptr": "*bf16", "count_ptr": "*i64", "amax_ptr": "*fp32", "sum_ptr": "*fp64", "squares_ptr": "*fp64"}
     constants = dict(ROWS=rows, COLUMNS=columns, CODES=256)
     names = statistics_kernel.arg_names
-    signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in pointers or n in ("C", "stride_row")}
+    signature = {n: "constexpr" if n in constants else POINTERS.get(n, "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in POINTERS or n in ("C", "stride_row")}
     compiled = triton.compile(ASTSource(fn=statistics_kernel, signature=signature, constexprs=constants, attrs=aligned), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8))
     ptx = compiled.asm["ptx"]
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == 2 and not re.search(r"ld\.global\S*\.b(8|16)\b", ptx), "16 elements a thread"
@@ -132,3 +132,13 @@ def test_the_kernel_reads_16_bytes_at_a_time_and_counts_in_integers_without_spil
         usage = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True).stdout
     used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     assert used["STACK"] == used["LOCAL"] == "0" and int(used["REG"]) <= 128, usage
+
+
+@pytest.mark.skipif("nvidia" not in triton.backends.backends, reason="needs triton's NVIDIA backend (compiler only)")
+@pytest.mark.parametrize("ones, wide", [(["rows"], "i32"), (["C"], "i32"), (["rows", "C", "stride_row"], "i32"), ([], "i64")])
+def test_the_kernel_compiles_where_sizes_are_one_or_beyond_32_bits(ones: list[str], wide: str) -> None:
+    """Triton makes a constant of an argument that is 1 and an int64 of a large one; the interpreter does neither."""
+    constants = dict(ROWS=1, COLUMNS=16, CODES=256, **dict.fromkeys(ones, 1))
+    signature = {n: "constexpr" if n in constants else POINTERS.get(n, wide) for n in statistics_kernel.arg_names}
+    compiled = triton.compile(ASTSource(fn=statistics_kernel, signature=signature, constexprs=constants), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+    assert "ld.global" in compiled.asm["ptx"]
