@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from studies.loka.apply import rewrite
+from studies.loka.apply import replacement, rewrite
 from studies.loka.data.batch import Batch
 from studies.loka.data.planted import Planted
 from studies.loka.products import Multiply, multiply
@@ -54,7 +54,7 @@ def seen(learner: Learner, batch: Batch) -> dict[str, Operands]:
     batch = batch.to(learner.device)
     registry = trace(learner.model, *learner.model.example(2, 0, device=learner.device))
     tensors: dict[str, dict[str, torch.Tensor]] = {site.name: {} for site in registry.sites}
-    learner.run = rewrite(registry, {name: watch(found) for name, found in tensors.items()})
+    learner.run = rewrite(registry, [replacement(registry, name, watch(found)) for name, found in tensors.items()])
     F.binary_cross_entropy_with_logits(learner.logits(batch), batch.y).backward()
     return {name: operands_of(found) for name, found in tensors.items()}
 
