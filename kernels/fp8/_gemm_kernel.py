@@ -8,8 +8,9 @@ in steps of 128:
     outer scales (tensor, row)    acc += a b^T                      out = acc sa_r sb_s
     inner scales (block, square)  acc += (a b^T over 128) sa sb     the partial sum leaves the tensor core every 128, so this is precise, too
 
-Hopper's fp8 accumulator keeps about 14 bits (pytorch#147971). PRECISE adds each 128-long partial sum to a float32 register apart
-(`max_num_imprecise_acc`), otherwise it lives in the tensor core along the whole of C. The copy engine fills what lies outside of a tensor with
+Hopper's fp8 accumulator keeps about 14 bits (pytorch#147971). PRECISE adds each 128-long partial sum to a float32 register; otherwise the sum
+stays in the tensor core along the whole of C. The addition is written out: Triton's `max_num_imprecise_acc` compiles to additions in front of
+the wait for the tensor core, and it is ptxas that puts them right. The copy engine fills what lies outside of a tensor with
 zeros, which add nothing; rows of the next matrix of a batch that a last tile reads are computed and not stored. Tiles are ordered in groups of
 GROUP rows of tiles, so that neighbours in time share operands in L2. A split takes a range of C and leaves its float32 sums to `join_kernel`.
 """
@@ -76,7 +77,7 @@ def gemm_kernel(
             sb = _inner_scale(sb_ptr, s0, col, S, blocks, step, B_GROUP, BLOCK_S)
             acc += _scaled(tl.dot(a, b.T), sa, sb, A_GROUP == 1 or BLOCK_R > 128, B_GROUP == 1 or BLOCK_S > 128)
         elif PRECISE:
-            acc = tl.dot(a, b.T, acc, max_num_imprecise_acc=_STEP)
+            acc += tl.dot(a, b.T)
         else:
             acc = tl.dot(a, b.T, acc)
 

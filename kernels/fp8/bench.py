@@ -47,7 +47,7 @@ SHRINK = 32  # of a dry run's shapes
 
 
 def usage_of(compiled: CompiledKernel) -> dict[str, int]:
-    """registers a thread, stack and shared bytes, spilled loads, 16-byte global accesses and fp8 tensor-core instructions of a CUDA kernel."""
+    """Registers a thread, stack and shared bytes, and how many instructions spill, access 16 bytes of global memory, copy in bulk, multiply fp8, add."""
     tools = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
@@ -57,7 +57,7 @@ def usage_of(compiled: CompiledKernel) -> dict[str, int]:
     registers, stack = (int(v) for v in re.search(r"REG:(\d+) STACK:(\d+)", said).groups())
     count = lambda pattern: len(re.findall(rf"\b{pattern}", sass))  # noqa: E731
     return dict(registers=registers, stack=stack, shared=compiled.metadata.shared, warps=compiled.metadata.num_warps, spills=count(r"LDL") + count(r"STL"),
-                wide=count(r"LDG\.E\.128") + count(r"STG\.E\.128"), tma=count(r"UTMALDG"), fp8_mma=count(r"QGMMA"))  # fmt: skip
+                wide=count(r"LDG\.E\.128") + count(r"STG\.E\.128"), tma=count(r"UTMALDG"), fp8_mma=count(r"QGMMA"), adds=count(r"FADD") + count(r"FFMA"))  # fmt: skip
 
 
 def compiled_usage(only: tuple[str, ...] = GROUPS) -> dict[str, dict[str, int]]:
