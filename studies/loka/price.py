@@ -35,7 +35,7 @@ from studies.loka.flip import in_recipe
 from studies.loka.products import multiply
 from studies.loka.registry import Registry
 
-__all__ = ["HOW", "Price", "Tap", "Taps", "noise_to_signal", "price", "relative_errors", "tap"]
+__all__ = ["HOW", "Price", "Tap", "Taps", "backward_product", "noise_to_signal", "price", "relative_errors", "tap"]
 
 HOW = ("error", "operands", "outputs")
 
@@ -114,6 +114,16 @@ def relative_errors(site: Tap, recipe: GemmRecipe) -> tuple[float, float]:
     """LoKA's mean elementwise relative error in both readings: (mean of |e| / |y|, sum of |e| over sum of |y|). The first may be infinite."""
     error, y = _error(site, recipe).abs(), site.y.double().abs()
     return float((error / y)[(error > 0) | (y > 0)].mean()), float(error.sum() / y.sum())
+
+
+def backward_product(site: Tap, dlogits_B: torch.Tensor, which: str) -> Tap:
+    """The site's dgrad or wgrad as a product of its own, for `noise_to_signal` and `relative_errors`; dlogits: d loss / d logit. Its jacobian is empty."""
+    dy = (_by_example(site.jacobian, len(dlogits_B)) * dlogits_B[:, None]).reshape(site.jacobian.shape)
+    x, w = site.x, site.w
+    if w.ndim == 2:
+        dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    a, b = (dy, w.mT) if which == "dgrad" else (dy.mT, x.mT)
+    return Tap(x=a, w=b, y=a @ b.mT, jacobian=a[..., :0])
 
 
 def _error(site: Tap, recipe: GemmRecipe) -> torch.Tensor:

@@ -71,18 +71,17 @@ def oracle(measured: Iterable[Candidate], *, budget: float, min_gain: float = 1.
 
 def torchao_all(model: nn.Module, sites: Iterable[Site], recipe: str = "tensorwise") -> Plan:
     """torchao's convert_to_float8_training without a filter: every `nn.Linear`, head included, whatever its size; nothing else."""
-    return _converted(model, sites, recipe, lambda linear: True, f"torchao {recipe}, every nn.Linear")
+    return _converted(model, sites, recipe, lambda site: True, f"torchao {recipe}, every nn.Linear")
 
 
 def torchao_filter(model: nn.Module, sites: Iterable[Site], recipe: str = "tensorwise") -> Plan:
-    """torchao's automatic filter: every `nn.Linear` that `converts` takes."""
-    return _converted(model, sites, recipe, lambda linear: converts(linear, recipe), f"torchao {recipe}, automatic filter")
+    """torchao's automatic filter: every `nn.Linear` that `converts` takes, by the sizes of its site."""
+    return _converted(model, sites, recipe, lambda site: converts(site.n, site.k, recipe), f"torchao {recipe}, automatic filter")
 
 
-def converts(linear: nn.Linear, recipe: str) -> bool:
-    """Whether torchao's automatic filter converts a layer: sizes of the weight alone decide, the batch and the device do not."""
+def converts(n: int, k: int, recipe: str) -> bool:
+    """Whether torchao's automatic filter converts a layer of n outputs and k inputs: sizes alone decide, the batch and the device do not."""
     _of_torchao(recipe)
-    n, k = linear.out_features, linear.in_features
     if k % 16 or n % 16:
         return False
     if recipe == "tensorwise":
@@ -96,7 +95,7 @@ def _converted(model: nn.Module, sites: Iterable[Site], recipe: str, wanted, mad
     recipes = {}
     for site in sites:
         module = modules.get(site.name.split(":")[0])
-        if site.op == "linear" and isinstance(module, nn.Linear) and wanted(module):
+        if site.op == "linear" and isinstance(module, nn.Linear) and wanted(site):
             recipes[site.name] = {which: layer.of(which).name for which in site.passes if layer.of(which).name != BASE}
     return Plan(recipes=recipes, made_by=made_by)
 

@@ -11,7 +11,7 @@ from kernels.fp8.recipes import gemm
 from studies.loka.apply import apply, replacement, rewrite
 from studies.loka.flip import Change, flips, in_recipe, measured_change
 from studies.loka.metrics import losses
-from studies.loka.price import Tap, noise_to_signal, price, relative_errors, tap
+from studies.loka.price import Tap, backward_product, noise_to_signal, price, relative_errors, tap
 from studies.loka.registry import trace
 from studies.loka.site import Plan
 
@@ -199,3 +199,21 @@ def test_an_unquantised_recipe_has_a_price_too(case):
     fine, coarse = (price(taps.sites["hidden:linear"], gemm(r), taps.logits).loss for r in ("bf16", "rowwise"))
     assert 0 < fine < coarse / 100
     assert in_recipe(gemm("fp32"))(torch.ones(2, 3), torch.ones(4, 3), None).tolist() == [[3.0] * 4] * 2
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_backward_products_give_the_gradients_of_autograd(case, inputs, site):
+    """dgrad and wgrad of a mean log-loss: of parameters where the site has one, of the second activation's transpose where not."""
+    _, registry, taps = case
+    y = torch.randint(2, (B,), generator=torch.Generator().manual_seed(5)).float()
+    dlogits = (torch.sigmoid(taps.logits) - y) / B
+    at = taps.sites[site]
+    wgrad, dgrad = (backward_product(at, dlogits, which).y for which in ("wgrad", "dgrad"))
+    if site == ":bmm":
+        assert wgrad.shape == at.w.shape and dgrad.shape == at.x.shape
+        return
+    loss = torch.nn.functional.binary_cross_entropy_with_logits(registry.root(inputs), y)
+    (expected,) = torch.autograd.grad(loss, [registry.root.get_submodule(site.split(":")[0]).weight])
+    assert torch.allclose(wgrad, expected, rtol=1e-4, atol=1e-7)  # float32 sums over 1,024 rows
+    dy = at.jacobian.reshape(B, -1) * dlogits[:, None]
+    assert torch.allclose(dgrad, dy.reshape(-1, at.w.shape[0]) @ at.w, rtol=1e-5, atol=1e-8)

@@ -1,0 +1,276 @@
+"""Measure functions of pricing: a model trained on planted truth, predicted against measured losses of single products, all planners side by side.
+
+    trained(ctx, training={"steps": 400, "batch": 1024}, data={"largest": 50})       # leaves the parameters
+    flips(ctx, training=..., data=..., recipes=["rowwise-fast"], rows=32768, calibration=4096, chunk=4096)          # input "trained"
+    gradients(ctx, training=..., data=..., products={"wgrad": ["rowwise-p2"]}, batches=4, batch=1024, rate=1e-3)    # input "trained"
+    planners(ctx, training=..., data=..., rows=32768, chunk=4096, budget=2e-4, examples=8192, width=32)  # inputs "trained", "flips", "gradients"
+
+Training is on known probabilities in the place of labels: the mean over infinitely many labels, which brings a small model near the optimum that
+prices assume (first-order changes vanish there) in few steps. Losses are expectations under the generator's known p, on the same rows for all.
+On a CPU products are emulated, on a GPU they are the real kernels; times of `planners` are simulated (studies.loka.roofline).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kernels.fp8.recipes import gemm
+from studies.loka.allocate import Candidate, allocate, greedy
+from studies.loka.apply import apply
+from studies.loka.data.batch import Batch
+from studies.loka.data.planted import Planted
+from studies.loka.flip import flips as flipped_logits, measured_change
+from studies.loka.gradient_price import adam_preconditioner, gradient_errors
+from studies.loka.metrics import losses, relative_change
+from studies.loka.price import HOW, Tap, Taps, backward_product, noise_to_signal, price, relative_errors, tap
+from studies.loka.registry import Registry, trace
+from studies.loka.roofline import time_us
+from studies.loka.rules import best_single, loka, oracle, torchao_all, torchao_filter
+from studies.loka.site import BASE, Plan, Site
+from studies.loka.training import Learner, Training, train
+from suite.measure import Context, Result
+
+__all__ = ["calibration_of", "flips", "gradients", "planners", "restored", "summary", "trained"]
+
+
+def trained(ctx: Context, *, training: dict, data: dict) -> Result:
+    """Metrics log_loss and bayes_log_loss, in nats, over 16,384 fresh rows. Arrays: parameters, Adam's second moments as its weights."""
+    learner, planted = Learner(Training(**training), seed=ctx.seed, device=ctx.device), Planted(seed=ctx.seed, **data)
+    train(learner, lambda i: _soft(planted.batch(i, learner.config.batch)), ctx)
+    rows = [planted.batch(i, 4096, part="test").to(ctx.device) for i in range(4)]
+    with torch.no_grad():
+        loss = torch.cat([losses(learner.logits(b), b.p) for b in rows]).mean()
+    bayes, _ = planted.bayes_log_loss(16384)
+    weights = adam_preconditioner(learner.adam)
+    arrays = {f"model.{n}": p for n, p in learner.model.named_parameters()} | {f"adam.{n}": weights[p] for n, p in learner.model.named_parameters()}
+    return Result(metrics={"log_loss": float(loss), "bayes_log_loss": bayes}, kind=_kind(ctx),
+                  arrays={n: a.detach().cpu().numpy() for n, a in arrays.items()} | {"table": learner.tables.table.detach().cpu().numpy()})  # fmt: skip
+
+
+def flips(ctx: Context, *, training: dict, data: dict, recipes: list[str], rows: int, calibration: int, chunk: int) -> Result:
+    """Each site in each recipe, forward: predicted, measured, and what noise alone would say.
+
+    Metrics (`summary`) and the record "points": one a flip, with its predicted changes of log-loss in three ways, the measured one and its error.
+    """
+    learner, planted = restored(ctx, training, data)
+    registry, taps = calibration_of(learner, planted.batch(0, calibration, part="calibration").to(ctx.device))
+    points = []
+    for site in registry.sites:
+        for name in recipes:
+            at, recipe = taps.sites[site.name], gemm(name)
+            points.append({
+                "site": site.name, "recipe": name, "head": site.head, "noise_to_signal": noise_to_signal(at, recipe), **_mere(at, name),
+                **{how: price(at, recipe, taps.logits, how).loss for how in HOW},
+            })  # fmt: skip
+    base, changes = measured(learner, registry, planted, {s.name: recipes for s in registry.sites}, rows, chunk)
+    for point in points:
+        change = measured_change(changes[point["site"], point["recipe"]], torch.zeros(rows, dtype=torch.float64))
+        point |= {"measured": change.value, "standard_error": change.error, "excluded": change.excluded}
+    return Result(metrics={**summary(points), "log_loss": float(base.mean())}, records={"points": points}, kind=_kind(ctx))
+
+
+def summary(points: Sequence[dict]) -> dict[str, float]:
+    """Of the points whose measured change is clear of its noise: rank correlations (Spearman), pooled and the lowest within a recipe, and the log-log slope.
+
+    points, excluded, negative: clear ones, those left out, clear ones below zero (which have no logarithm); the intervals' ends are 95% percentiles
+    of 1,000 resamples of sites, whose recipes stay together.
+    """
+    clear = [p for p in points if not p["excluded"]]
+    counts = {"points": float(len(clear)), "excluded": float(len(points) - len(clear)), "negative": float(sum(p["measured"] < 0 for p in clear))}
+    if len(clear) < 4:
+        return counts
+    by_site = [[p for p in clear if p["site"] == s] for s in sorted({p["site"] for p in clear})]
+    rng = np.random.default_rng(0)
+    drawn = [sum((by_site[i] for i in rng.integers(len(by_site), size=len(by_site))), []) for _ in range(1000)]
+    ranks, slopes = ([f(d) for d in drawn] for f in (lambda d: _rank(d, "error"), _slope))
+    within = [_rank(group, "error") for r in sorted({p["recipe"] for p in clear}) if len(group := [p for p in clear if p["recipe"] == r]) >= 4]
+    return counts | {
+        "rank_correlation": _rank(clear, "error"), "rank_low": float(np.nanpercentile(ranks, 2.5)), "rank_within": min(within, default=0.0),
+        "rank_operands": _rank(clear, "operands"), "rank_outputs": _rank(clear, "outputs"), "rank_noise": _rank(clear, "noise_to_signal"),
+        "slope": _slope(clear), "slope_low": float(np.nanpercentile(slopes, 2.5)), "slope_high": float(np.nanpercentile(slopes, 97.5)),
+    }  # fmt: skip
+
+
+def gradients(ctx: Context, *, training: dict, data: dict, products: dict, batches: int, batch: int, rate: float) -> Result:
+    """Every site's dgrad and wgrad in the recipes of `products` (pass -> names): error, bias and price in nats at `rate`.
+
+    Metrics: gradient_error and gradient_bias, the largest |.| of them. Record "errors": one a product.
+    """
+    learner, planted = restored(ctx, training, data)
+    parts = [_inputs(learner, _soft(planted.batch(i, batch, part="calibration").to(ctx.device))) for i in range(batches)]
+    registry = trace(learner.model, *parts[0][:2])
+    asked = [(s.name, which, name) for s in registry.sites for which, names in products.items() if which in s.passes for name in names]
+    stored = ctx.input_arrays("trained")
+    weights = {p: torch.from_numpy(stored[f"adam.{n}"]).to(ctx.device) for n, p in registry.root.named_parameters()}
+    errors = gradient_errors(registry, lambda z, b: F.binary_cross_entropy_with_logits(z, b[2]), parts, asked, weights)
+    taps = tap(registry, parts[0][:2])
+    dlogits_B = (torch.sigmoid(taps.logits) - parts[0][2]) / batch
+    return Result(
+        metrics={"gradient_error": max(e.relative for e in errors), "gradient_bias": max(abs(e.bias) for e in errors)}, kind=_kind(ctx),
+        records={"errors": [{**asdict(e), "price": e.price(rate), **_mere(backward_product(taps.sites[e.site], dlogits_B, e.which), e.recipe)} for e in errors]},
+    )  # fmt: skip
+
+
+def planners(ctx: Context, *, training: dict, data: dict, rows: int, chunk: int, budget: float, examples: int, width: int) -> Result:
+    """Every planner's plan for a training step, from the same candidates: time, predicted and measured change of log-loss.
+
+    Times are simulated, for `examples` a step and sites `width` times as wide as the model's (a small model stands for a large one of its shape).
+    The measured change is that of the forward products, relative to the log-loss, on `rows` paired rows; gradients' prices are predicted only.
+    Records: "planners", one a planner; "plans", by planner. Metrics: plan_speedup over bf16 and plan_loss_change with its 95% upper bound, of ours;
+    plan_over_single, our speed over that of the best single recipe within the budget; products in FP8.
+    """
+    learner, planted = restored(ctx, training, data)
+    registry = trace(learner.model, *_inputs(learner, planted.batch(0, 64))[:2])
+    sites = [_widened(s, examples / 64, width) for s in registry.sites]
+    points, errors = ctx.input_record("flips", "points"), ctx.input_record("gradients", "errors")
+    rows_of = list(test_batches(planted, rows, chunk))
+    base = _losses(learner, learner.model, rows_of)
+    budget_nats = budget * float(base.mean())
+    plans = _plans(learner, sites, points, errors, budget_nats)
+    prices = {(p["site"], "forward", p["recipe"]): p["error"] for p in points} | {(e["site"], e["which"], e["recipe"]): e["price"] for e in errors}
+    found = []
+    for name, plan in plans.items():
+        forward = Plan(recipes={s: {"forward": r["forward"]} for s, r in plan.recipes.items() if "forward" in r})
+        change = relative_change(_losses(learner, apply(learner.model, forward, *_inputs(learner, rows_of[0])[:2]), rows_of), base) if forward.recipes else None
+        asked = [(s, which, recipe) for s, passes in plan.recipes.items() for which, recipe in passes.items()]
+        found.append({
+            "planner": name, "made_by": plan.made_by, "products": len(asked), "heads": sum(s.head and "forward" in plan.recipes.get(s.name, {}) for s in sites),
+            "step_us": _step_us(sites, plan), "speedup": _step_us(sites, Plan()) / _step_us(sites, plan), "time_kind": "simulated",
+            "predicted": sum(max(prices[a], 0.0) for a in asked) / float(base.mean()) if all(a in prices for a in asked) else None,
+            "predicted_forward": sum(max(prices[a], 0.0) for a in asked if a[1] == "forward") / float(base.mean()) if all(a in prices for a in asked) else None,
+            **({"measured": change.value, "low": change.low, "high": change.high} if change else {"measured": 0.0, "low": 0.0, "high": 0.0}),
+        })  # fmt: skip
+    of = {f["planner"]: f for f in found}
+    return Result(
+        metrics={"plan_speedup": of["ours"]["speedup"], "plan_loss_change": of["ours"]["measured"], "plan_loss_high": of["ours"]["high"],
+                 "plan_over_single": of["ours"]["speedup"] / of["best-single-in-budget"]["speedup"], "plan_products": float(of["ours"]["products"])},
+        records={"planners": found, "plans": {name: {"recipes": plan.recipes, "made_by": plan.made_by} for name, plan in plans.items()}}, kind="simulated",
+    )  # fmt: skip
+
+
+def _plans(learner: Learner, sites: Sequence[Site], points: Sequence[dict], errors: Sequence[dict], budget: float) -> dict[str, Plan]:
+    candidates = _candidates(sites, points, errors, "error", "mere")
+    in_sums = _candidates(sites, points, errors, "error", "mere_of_sums")
+    return {
+        "bf16": Plan(made_by="bf16"),
+        "torchao": torchao_all(learner.model, sites, "tensorwise"),
+        "torchao-filter": torchao_filter(learner.model, sites, "tensorwise"),
+        "best-single": best_single(candidates),
+        "best-single-in-budget": best_single(candidates, budget=budget),
+        "loka": loka(candidates),
+        "loka-sums": loka(in_sums),
+        "greedy": greedy(candidates, budget=budget).plan,
+        "ours": allocate(candidates, budget=budget).plan,
+        "oracle": oracle(_candidates(sites, points, errors, "measured", "mere"), budget=budget).plan,
+    }
+
+
+def _candidates(sites: Sequence[Site], points: Sequence[dict], errors: Sequence[dict], loss: str, mere: str) -> list[Candidate]:
+    """bf16 for each product of a step, and what was priced: forward products by `loss`, the others by their price."""
+    of = {s.name: s for s in sites}
+    asked = [(p["site"], "forward", p["recipe"], p[loss], p[mere]) for p in points] + [(e["site"], e["which"], e["recipe"], e["price"], e[mere]) for e in errors]
+    return [
+        *(Candidate(site=s.name, which=which, recipe=BASE, time_us=time_us(s.gemm(which), gemm(BASE)), loss=0.0, mere=0.0) for s in sites for which in s.passes),
+        *(Candidate(site=site, which=which, recipe=recipe, time_us=time_us(of[site].gemm(which), gemm(recipe)), loss=cost, mere=math.inf if m is None else m)
+          for site, which, recipe, cost, m in asked if which in of[site].passes),
+    ]  # fmt: skip
+
+
+def _step_us(sites: Sequence[Site], plan: Plan) -> float:
+    return sum(time_us(s.gemm(which), plan.recipe(s.name, which)) for s in sites for which in s.passes)
+
+
+def _widened(site: Site, examples: float, width: int) -> Site:
+    """The site for so many times the examples, with inner sizes times `width`; a size of 1 stays."""
+    n, k = (size * width if size > 1 else size for size in (site.n, site.k))
+    if site.op == "linear":
+        return replace(site, m=round(site.m * examples), n=n, k=k)
+    return replace(site, batch=round(site.batch * examples), m=site.m * width, n=n, k=k)
+
+
+@torch.no_grad()
+def _losses(learner: Learner, model: nn.Module, batches: Sequence[Batch]) -> torch.Tensor:
+    moved = [b.to(learner.device) for b in batches]
+    return torch.cat([losses(model(*_inputs(learner, b)[:2]), b.p).cpu() for b in moved])
+
+
+def _mere(product: Tap, recipe: str) -> dict:
+    """Both readings of LoKA's error; JSON has no infinity."""
+    mean_of_ratios, ratio_of_sums = relative_errors(product, gemm(recipe))
+    return {"mere": mean_of_ratios if math.isfinite(mean_of_ratios) else None, "mere_of_sums": ratio_of_sums}
+
+
+# ---- shared by the cells -------------------------------------------------------------------------------------------------------------
+
+
+def restored(ctx: Context, training: dict, data: dict) -> tuple[Learner, Planted]:
+    """The model of the input cell "trained". Raises ValueError where its parameters are those of another model."""
+    learner, stored = Learner(Training(**training), seed=ctx.seed, device=ctx.device), ctx.input_arrays("trained")
+    names = dict(learner.model.named_parameters())
+    if {f"model.{n}" for n in names} != {n for n in stored if n.startswith("model.")}:
+        raise ValueError(f"pricing asks for the model that was trained, got {training=}; give both cells the same")
+    with torch.no_grad():
+        for name, p in names.items():
+            p.copy_(torch.from_numpy(stored[f"model.{name}"]))
+        learner.tables.table.copy_(torch.from_numpy(stored["table"]))
+    return learner, Planted(seed=ctx.seed, **data)
+
+
+def calibration_of(learner: Learner, batch: Batch) -> tuple[Registry, Taps]:
+    """(registry, taps) on one batch of the calibration part, which no measured loss reads."""
+    inputs = _inputs(learner, batch)[:2]
+    registry = trace(learner.model, *inputs)
+    return registry, tap(registry, inputs)
+
+
+def measured(learner: Learner, registry: Registry, planted: Planted, recipes: dict, rows: int, chunk: int) -> tuple[torch.Tensor, dict]:
+    """(losses of the model as it is [rows], (site, recipe) -> change of each row's loss), on the first `rows` of the test part."""
+    base, changes = [], {}
+    for batch in test_batches(planted, rows, chunk):
+        batch = batch.to(learner.device)
+        for site, recipe, logits in flipped_logits(registry, _inputs(learner, batch)[:2], recipes):
+            if site:
+                changes.setdefault((site, recipe), []).append((losses(logits, batch.p) - base[-1]).cpu())
+            else:
+                base.append(losses(logits, batch.p))
+    return torch.cat(base).cpu(), {key: torch.cat(parts) for key, parts in changes.items()}
+
+
+def test_batches(planted: Planted, rows: int, chunk: int) -> Iterator[Batch]:
+    for i in range(-(-rows // chunk)):
+        yield planted.batch(i, chunk, part="test")[: rows - i * chunk]
+
+
+def _inputs(learner: Learner, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The dense part's inputs, and the target."""
+    dense = F.pad(batch.dense, (0, learner.dense - batch.dense.shape[1]))
+    with torch.no_grad():
+        return dense, learner.tables(learner.columns(batch.ids)), batch.y
+
+
+def _soft(batch: Batch) -> Batch:
+    return replace(batch, y=batch.p.float())
+
+
+def _rank(points: Sequence[dict], predicted: str) -> float:
+    from scipy.stats import spearmanr
+
+    return float(spearmanr([p[predicted] for p in points], [p["measured"] for p in points]).statistic)
+
+
+def _slope(points: Sequence[dict]) -> float:
+    """Of log measured on log predicted, least squares."""
+    above = [p for p in points if p["measured"] > 0]
+    x, y = (np.log([p[k] for p in above]) for k in ("error", "measured"))
+    return float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else math.nan
+
+
+def _kind(ctx: Context) -> str:
+    return "emulated" if ctx.device == "cpu" else "measured"
