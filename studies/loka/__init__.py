@@ -1,1 +1,56 @@
-"""LoKA: where in a recommender FP8 is safe and fast, what it costs in log-loss, and the plan that follows."""
+"""LoKA: where in a recommender FP8 is safe and fast, what it costs in log-loss, and the plan that follows.
+
+    from studies import loka
+
+    readings = loka.probe(model, batches)                 # what each product's operands look like
+    plan = loka.plan(readings, speedups=times)            # in which recipe each may run
+    fast = loka.apply(model, plan, *example)              # the same parameters, those recipes
+
+Works on any PyTorch model that torch.fx can trace, in parts where not in whole: README.md has a complete example. Importing this is light; each name
+below is loaded when it is first used.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+
+_EXPORTS = {
+    "Allocation": "studies.loka.allocate",
+    "Candidate": "studies.loka.allocate",
+    "Dispatch": "studies.loka.dispatch",
+    "Plan": "studies.loka.site",
+    "Reading": "studies.loka.dispatch",
+    "Registry": "studies.loka.registry",
+    "Rules": "studies.loka.dispatch",
+    "Site": "studies.loka.site",
+    "allocate": "studies.loka.allocate",
+    "apply": "studies.loka.apply",
+    "frozen": "studies.loka.frozen",
+    "fused": "studies.loka.fuse",
+    "judged": "studies.loka.planning",
+    "plan": "studies.loka.planning",
+    "probe": "studies.loka.probe",
+    "read_plan": "studies.loka.site",
+    "read_readings": "studies.loka.readings",
+    "trace": "studies.loka.registry",
+    "write_plan": "studies.loka.site",
+    "write_readings": "studies.loka.readings",
+}
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+class _Package(ModuleType):
+    """Importing studies.loka.apply sets an attribute `apply` here, the module. Where a verb has its module's name, the verb keeps it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _EXPORTS or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -9,11 +9,12 @@ Pure logic: it measures nothing and holds no tensors; the same calls give the sa
 somebody's budget allows. A reading says what is known of it: an interval of its row SQNR, and the lower end of the 95% interval of its speed-up over
 bf16. A product starts in bf16, and
 
-    goes to FP8    when a reading shows SQNR low >= threshold + margin and speed-up low > 1, `dwell` steps after its last change or alarm
-    goes to bf16   when a reading shows SQNR high < threshold, or SQNR low < threshold - margin, or speed-up low <= 1, or NaN; at once
+    goes to FP8    when a reading shows SQNR low >= threshold and speed-up low > 1, `dwell` steps or more after its last change or alarm
+    goes to bf16   when a reading shows SQNR low < threshold - margin, or SQNR high < threshold, or speed-up low <= 1, or NaN; at once
     goes to bf16   in all passes of a site whose drift alarm rang, at once; earlier readings no longer count
 
-and else it stays, so a reading that wanders within the margin changes nothing, and between two rises of a product lie at least `dwell` steps.
+and else it stays. What rises is safe in the safety map's sense; what is undecided by less than the margin changes nothing; and between two rises of a
+product lie at least `dwell` steps.
 """
 
 from __future__ import annotations
@@ -123,13 +124,13 @@ class Dispatch:
             return False, "its site's drift alarm rang"
         if reading is None:
             return key in self.up, "no reading"
-        threshold, margin, low, high = self.rules.of(key), self.rules.margin_db, reading.sqnr_low_db, reading.sqnr_high_db
+        threshold, low, high = self.rules.of(key), reading.sqnr_low_db, reading.sqnr_high_db
         if not reading.speedup_low > 1.0:
             return False, f"its speed-up may be {reading.speedup_low:.3f}, which is no gain"
-        if not low >= threshold - margin or not high >= threshold:
+        if not low >= threshold - self.rules.margin_db or not high >= threshold:
             return False, f"its SQNR is {low:.1f} to {high:.1f} dB where {threshold:.1f} are needed"
         rested = key not in self.since or step - self.since[key] >= self.rules.dwell
-        if low >= threshold + margin and rested:
+        if low >= threshold and rested:
             return True, f"its SQNR is at least {low:.1f} dB where {threshold:.1f} are needed, its speed-up at least {reading.speedup_low:.3f}"
         return key in self.up, "within the margin, or changed lately"
 

@@ -1,5 +1,6 @@
 """Fuse: norm, activation and quantising in front of a site as one operator, differentiable.
 
+    plan = fused(plan, model, *example)                            # with all sites fused that can be
     why_not_fused(registry, "over.3:linear", gemm("rowwise"))      # "" or the reason in words
     y_MN = fused_linear(x_MK, norm_weight, norm_bias, w_NK, bias_N, fusion, recipe)
 
@@ -11,10 +12,10 @@ y is rounded to x's dtype before it is quantised, as if it had been written, so 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from kernels.fp8.autograd import linear_backward, product
 from kernels.fp8.epilogue import ACTIVATIONS
@@ -24,9 +25,10 @@ from kernels.fp8.quantise import Quantised
 from kernels.fp8.recipes import GemmRecipe, OperandRecipe, Recipe, gemm
 from kernels.fp8.scaling import scale_shape
 from studies.loka.chains import NORMS, Step, chain
-from studies.loka.registry import Registry
+from studies.loka.registry import Registry, trace
+from studies.loka.site import Plan
 
-__all__ = ["Fusion", "fused_linear", "fusion_of", "why_not_fused"]
+__all__ = ["Fusion", "fused", "fused_linear", "fusion_of", "norm_gradient", "why_not_fused"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,13 @@ def why_not_fused(registry: Registry, site: str, recipe: GemmRecipe) -> str:
         return f"a program holds a whole row, at most {MAX_K} features, not {found.k}"
     block = fusion_of(steps).block
     return f"blocks of BlockNorm are powers of two from 16 on, not {block}" if block < 16 or block & (block - 1) else ""
+
+
+def fused(plan: Plan, model: nn.Module, *example: object) -> Plan:
+    """`plan` with every site fused that can be in its forward recipe."""
+    registry = trace(model, *example)
+    sites = [name for name in plan.recipes if not why_not_fused(registry, name, plan.recipe(name, "forward"))]
+    return replace(plan, fused=tuple(sites))
 
 
 def fusion_of(steps: tuple[Step, ...]) -> Fusion:

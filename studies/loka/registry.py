@@ -35,6 +35,7 @@ __all__ = ["Product", "Registry", "trace"]
 
 # modules of torch.nn that the trace sees through; the others are kept whole
 OPEN = (nn.Linear, nn.Sequential, nn.Identity, nn.Flatten, nn.LayerNorm, nn.RMSNorm, nn.SiLU, nn.Hardswish, nn.ReLU, nn.Bilinear)
+TABLES = (nn.Embedding, nn.EmbeddingBag)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,7 @@ def trace(model: nn.Module, *example: object) -> Registry:
 
 class _Untraceable(Exception):
     def __init__(self, path: str, error: Exception) -> None:
-        self.path, self.reason = path, (str(error).strip().splitlines() or [type(error).__name__])[0]
+        self.path, self.reason = path, (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
         super().__init__(path, self.reason)
 
 
@@ -273,11 +274,13 @@ def _site(name: str, product: Product, root: nn.Module, needs_grad: set[fx.Node]
 
 
 def _unseen(root: nn.Module, graph: fx.Graph, closed: Mapping[str, str]) -> dict[str, str]:
-    """Linear layers inside modules that were kept whole."""
-    kept = {n.target: closed.get(n.target, "") for n in graph.nodes if n.op == "call_module"}
+    """Linear layers inside modules that were kept whole, and such modules with matrices of their own; tables of embeddings multiply nothing."""
     found = {}
-    for path, reason in kept.items():
-        for name, module in root.get_submodule(path).named_modules():
-            if isinstance(module, nn.Linear):
-                found[f"{path}.{name}".rstrip(".")] = f"inside {path} ({type(root.get_submodule(path)).__name__}), which cannot be traced: {reason}"
+    for path in {n.target: None for n in graph.nodes if n.op == "call_module"}:
+        kept = root.get_submodule(path)
+        kind = type(kept).__name__
+        linears = [f"{path}.{name}".rstrip(".") for name, m in kept.named_modules() if isinstance(m, nn.Linear)]
+        found |= {name: f"inside {path} ({kind}), which cannot be traced: {closed.get(path, '')}" for name in linears}
+        if not linears and not isinstance(kept, TABLES) and any(p.ndim > 1 for p in kept.parameters()):
+            found[path] = f"{kind} cannot be traced: {closed[path]}" if path in closed else f"{kind} computes its products inside one operator"
     return found

@@ -242,6 +242,14 @@ def test_modules_that_decide_by_their_input_stay_as_they_are_and_the_rest_goes_o
         registry.site("gate.yes")
 
 
+def test_modules_that_multiply_inside_one_operator_are_named():
+    model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.LSTM(6, 6), Model(lambda s, y: y[0]), nn.Linear(6, 2))
+    registry = trace(model, draw(2, 4, 8))
+    assert [s.name for s in registry.sites] == ["3:linear"] and registry.unsupported == {
+        "0": "Conv1d computes its products inside one operator", "1": "LSTM computes its products inside one operator"
+    }  # fmt: skip
+
+
 def test_dropout_and_batch_norm_follow_the_mode_of_the_module_that_runs():
     def forward(self, x):
         return self.layer(self.norm(F.dropout(self.drop(x), 0.5, training=self.training)))

@@ -1,0 +1,126 @@
+"""The public API: light to import, its verbs stay verbs, and a plan takes what is safe and measured to be faster."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.fp8.recipes import RECIPES, gemm
+from studies import loka
+from studies.loka.distributions import draw
+from studies.loka.planning import PREFERRED, judged, plan, tail, threshold_db
+from studies.loka.predict import predict
+from studies.loka.readings import Readings, SiteReading
+from studies.loka.safety_map import GRADIENT_DB, HEAD_DB, INNER_DB
+from studies.loka.sketch import sketch
+
+ROOT = Path(__file__).parents[2]
+M, K, N = 512, 256, 64
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_the_study_loads_no_torch():
+    assert run("import sys; from studies import loka; loka.__all__; print('torch' in sys.modules)") == "False"
+
+
+def test_verbs_are_functions_whether_or_not_their_modules_were_imported_before():
+    code = "import studies.loka.apply, studies.loka.allocate; from studies import loka; from studies.loka import apply; print(loka.apply.__name__, apply is loka.apply, loka.allocate.__name__)"
+    assert run(code) == "apply True allocate"
+
+
+def test_every_public_name_is_there_and_no_other():
+    assert all(getattr(loka, name).__name__ == name for name in loka.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'conquer'"):
+        loka.conquer  # noqa: B018
+
+
+# ---- the README --------------------------------------------------------------------------------------------------------------------
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "studies/loka/README.md").read_text(), re.DOTALL)
+
+
+def test_the_readmes_example_runs_and_prints_and_plans_what_it_says(capsys, tmp_path, monkeypatch):
+    model, example, training = blocks("python")
+    assert len([line for line in example.splitlines() if line.strip()]) <= 15
+    names: dict = {}
+    exec(model + example, names)
+    assert capsys.readouterr().out == blocks("")[1]
+    plan = names["plan"]
+    assert set(plan.recipes) == {"embed:linear", ":bmm", ":bmm#2", "over.2:linear"} and plan.fused == ("over.2:linear",)
+    assert all(p.grad is not None for p in names["model"].parameters())
+    assert not torch.equal(names["fast"](names["example"]), names["model"](names["example"]))
+    monkeypatch.chdir(tmp_path)
+    loka.write_plan(plan, "plan.json")
+    names["speedups"] = {(site, which, recipe): 1.2 for site, passes in plan.recipes.items() for which, recipe in passes.items()}
+    exec(training, names)
+    assert names["dispatch"].running.recipes["over.2:linear"]["forward"] == plan.recipe("over.2:linear", "forward").name
+
+
+# ---- plans from readings ---------------------------------------------------------------------------------------------------------
+
+
+def reading(name: str, x: str = "gaussian", *, head: bool = False, m: int = M, dy: bool = True) -> SiteReading:
+    site = loka.Site(name=name, op="linear", batch=1, m=m, n=N, k=K, head=head)
+    operands = [draw(d, rows, columns, seed=i).bfloat16() for i, (d, rows, columns) in enumerate([(x, m, K), ("gaussian", N, K), ("gaussian", m, N)])]
+    return SiteReading(site=site, x=sketch(operands[0], step=0), w=sketch(operands[1], step=0, parameter=True), dy=sketch(operands[2], step=0) if dy else None)
+
+
+def readings(*found: SiteReading) -> Readings:
+    return Readings(sites={r.site.name: r for r in found}, unsupported={})
+
+
+@pytest.fixture(scope="module")
+def three() -> Readings:
+    return readings(reading("even:linear"), reading("rows:linear", "row-scaled"), reading("head:linear", head=True, dy=False))
+
+
+TENSOR_FIRST = {(s, "forward", r): low for s in ("even:linear", "rows:linear", "head:linear") for r, low in (("tensorwise-fast", 1.5), ("rowwise-fast", 1.3), ("bf16", 1.0))}
+
+
+def test_the_fastest_safe_recipe_is_taken_and_heads_stay(three):
+    found = plan(three, speedups=TENSOR_FIRST, model="three")
+    assert found.recipes == {"even:linear": {"forward": "tensorwise-fast"}, "rows:linear": {"forward": "rowwise-fast"}}, "rows of unequal size are not safe with one scale"
+    assert found.model == "three" and "measured" in found.made_by
+
+
+def test_what_is_not_surely_faster_stays_in_bf16(three):
+    slower = {key: 1.0 if key[2] == "tensorwise-fast" else 0.97 for key in TENSOR_FIRST}
+    assert plan(three, speedups=slower).recipes == {} == plan(three, speedups={}).recipes
+
+
+def test_without_times_the_plan_says_what_is_safe_and_that_time_is_unknown(three):
+    found = plan(three)
+    assert found.recipes["even:linear"] == dict.fromkeys(("forward", "dgrad", "wgrad"), PREFERRED[0]) and "head:linear" not in found.recipes
+    assert "nothing is known of time" in found.made_by
+
+
+def test_thresholds_are_those_of_the_safety_map(three):
+    need = {name: [threshold_db(r.site, which) for which in ("forward", "dgrad")] for name, r in three.sites.items()}
+    assert need == {"even:linear": [INNER_DB, GRADIENT_DB], "rows:linear": [INNER_DB, GRADIENT_DB], "head:linear": [HEAD_DB, GRADIENT_DB]}
+
+
+def test_dispatch_reads_what_the_plan_was_made_of(three):
+    found = plan(three, speedups=TENSOR_FIRST)
+    dispatch = loka.Dispatch(plan=found, rules=loka.Rules(threshold_db=INNER_DB)).after(step=1, readings=judged(found, three, TENSOR_FIRST))
+    assert dispatch.running.recipes == found.recipes
+    (even,) = [r for r in judged(found, three, TENSOR_FIRST) if r.site == "even:linear"]
+    db = tail(predict(three.sites["even:linear"], "forward", gemm("tensorwise-fast")))
+    assert (even.sqnr_low_db, even.sqnr_high_db, even.speedup_low) == (db.low, db.high, 1.5)
+    assert judged(found, readings(), TENSOR_FIRST) == [] == judged(found, three, {})
+
+
+@pytest.mark.parametrize("rows", [1, 5, 6, 64, 299, 512])
+def test_a_tail_is_read_however_few_rows_a_product_has(rows):
+    found = predict(reading("few:linear", m=rows, dy=False), "forward", RECIPES["rowwise"].forward)
+    db = tail(found)
+    assert db.low <= db.value <= db.high and db.n == found.rows
+    share = float((found.row_db < db.value).double().mean())
+    assert share <= (0.011 if rows >= 299 else 3.1 / rows if rows >= 6 else 1.0)
