@@ -121,7 +121,7 @@ def quantise_tiles_kernel(
     x_ptr, q_ptr, scale_ptr, R, C, stride_batch, stride_row, GROUP: tl.constexpr,
     FP8: tl.constexpr, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One read: a program takes a tile that holds whole groups: its rows (GROUP "row"), its columns ("column"), or all of it ("tile").
+    """One read: a program takes a tile that holds whole groups: each of its rows (GROUP "row"), its columns ("column"), or all of it ("tile").
 
     scale_ptr: [batch, R, tiles across], [batch, C, tiles down], or [batch, tiles down, tiles across], the last transposed with q.
     """
@@ -141,6 +141,26 @@ def quantise_tiles_kernel(
     scale, r = scale_rule(amax, MAX, POWER_OF_TWO)
     tl.store(scale_ptr + place, scale, mask=inside)
     _store(q_ptr, x * r, batch, row, column, R, C, FP8, TRANSPOSE)
+
+
+@triton.jit
+def quantise_rows_kernel(
+    x_ptr, q_ptr, scale_ptr, R, C, stride_batch, stride_row,
+    FP8: tl.constexpr, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """One read: a program holds ROWS whole rows, their first HEAD columns and the TAIL behind: two powers of two fit C closer than one."""
+    batch, _, _, row, column = _tile(tl.program_id(0), R, 1, ROWS, HEAD)
+    x = _load(x_ptr, batch, row, column, R, C, stride_batch, stride_row)
+    amax = tl.max(finite_abs(x), 1, keep_dims=True)
+    if TAIL:
+        behind = HEAD + tl.arange(0, TAIL)[None, :]
+        y = _load(x_ptr, batch, row, behind, R, C, stride_batch, stride_row)
+        amax = tl.maximum(amax, tl.max(finite_abs(y), 1, keep_dims=True))
+    scale, r = scale_rule(amax, MAX, POWER_OF_TWO)
+    tl.store(scale_ptr + batch * R + row, scale, mask=row < R)
+    _store(q_ptr, x * r, batch, row, column, R, C, FP8, False)
+    if TAIL:
+        _store(q_ptr, y * r, batch, row, behind, R, C, FP8, False)
 
 
 @triton.jit
@@ -240,9 +260,18 @@ def _high(rows: int, columns: int, most: int) -> dict[str, int]:
     return dict(ROWS=tile["COLUMNS"], COLUMNS=tile["ROWS"])
 
 
-def _warps(tile: dict[str, int]) -> int:
-    """32 elements a thread, 4 to 32 warps."""
-    return min(32, max(4, tile["ROWS"] * tile["COLUMNS"] // 1024))
+def _rows(rows: int, columns: int) -> dict[str, int]:
+    """Whole rows of about _TILE elements together, each cut into two powers of two where that leaves fewer lanes idle than one."""
+    head = triton.next_power_of_2(columns)
+    half, behind = head // 2, max(16, triton.next_power_of_2(columns - head // 2))
+    head, tail = (half, behind) if behind < half else (head, 0)
+    fit = triton.next_power_of_2(_TILE // (head + tail) + 1) // 2  # the largest power of two of rows that fit
+    return dict(ROWS=max(1, min(fit, triton.next_power_of_2(rows))), HEAD=head, TAIL=tail)
+
+
+def _warps(elements: int) -> int:
+    """32 elements a thread or up to twice that, 4 to 32 warps."""
+    return min(32, max(4, triton.next_power_of_2(elements // 1024 + 1) // 2))
 
 
 def _tiles(x_BRC: torch.Tensor, tile: dict[str, int]) -> int:
@@ -259,8 +288,6 @@ def _one_read(x: torch.Tensor, granularity: str, transpose: bool) -> tuple[str, 
         return ("column", _high(BLOCK, c, BLOCK)) if transpose else ("row", _wide(r, BLOCK, BLOCK))
     if granularity == "row" and transpose and r <= SHORT:
         return "column", _high(r, c, SHORT)
-    if granularity == "row" and not transpose and c <= LONG:
-        return "row", _wide(r, c, LONG)
     return None
 
 
@@ -291,7 +318,12 @@ def quantise(x_RC: torch.Tensor, operand: OperandRecipe, *, transpose: bool = Fa
     q = data.view(torch.uint8)
     if one_read := _one_read(x, granularity, transpose):
         group, tile = one_read
-        quantise_tiles_kernel[(_tiles(x, tile),)](x, q, scale, *sizes, GROUP=group, **how, TRANSPOSE=transpose, **tile, num_warps=_warps(tile))
+        warps = _warps(tile["ROWS"] * tile["COLUMNS"])
+        quantise_tiles_kernel[(_tiles(x, tile),)](x, q, scale, *sizes, GROUP=group, **how, TRANSPOSE=transpose, **tile, num_warps=warps)
+    elif granularity == "row" and not transpose and x.shape[2] <= LONG:
+        rows = _rows(x.shape[1], x.shape[2])
+        programs = len(x) * triton.cdiv(x.shape[1], rows["ROWS"])
+        quantise_rows_kernel[(programs,)](x, q, scale, *sizes, **how, **rows, num_warps=_warps(rows["ROWS"] * (rows["HEAD"] + rows["TAIL"])))
     elif granularity == "row" and not transpose:
         quantise_long_rows_kernel[(len(x) * x.shape[1],)](x, q, scale, *sizes, **how, COLUMNS=_TILE, num_warps=8)
     else:
@@ -305,7 +337,7 @@ def _two_reads(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, sizes: tup
     if not how["TRANSPOSE"] and x.is_contiguous() and x.numel() < LARGEST:
         x, sizes = x.view(1, 1, -1), (1, x.numel(), 0, 0)  # one long row: wide loads for any number of columns
     tile = _high(BLOCK, c, BLOCK) if how["TRANSPOSE"] else _wide(x.shape[1], x.shape[2], _TILE)
-    tiles, warps = _tiles(x, tile), _warps(tile)
+    tiles, warps = _tiles(x, tile), _warps(tile["ROWS"] * tile["COLUMNS"])
     steps = 1 if tiles <= _PARTIALS else _STEPS
     if columns:
         across = batch * triton.cdiv(c, tile["COLUMNS"])

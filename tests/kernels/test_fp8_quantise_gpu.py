@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 INF, NAN = float("inf"), float("nan")
 WAYS = list(itertools.product(GRANULARITIES, (False, True)))
 # one number; one row; M % 256 != 0 and odd K; K = 13 as in DLRM's first layer; whole tiles; a batch of small matrices; columns just within and
-# just beyond one program; rows just within and beyond; enough tiles that programs of the cast take several
-SHAPES = [(1, 1), (1, 512), (2047, 479), (2050, 13), (512, 1024), (33, 48, 160), (SHORT, 96), (SHORT + 1, 96), (3, LONG), (3, LONG + 24), (5000, 1040)]
+# just beyond one program; rows just within and beyond; enough tiles that programs of the cast take several; rows in two pieces
+SHAPES = [(1, 1), (1, 512), (2047, 479), (2050, 13), (512, 1024), (33, 48, 160), (SHORT, 96), (SHORT + 1, 96), (3, LONG), (3, LONG + 24), (5000, 1040), (131, 2304), (5, 18432)]
 
 
 def wild(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
