@@ -137,16 +137,14 @@ def _operands(reading: SiteReading, which: str) -> tuple[Known, Known, int, torc
         a, b, length = (_matrices(dy), _transposed(_matrices(w)), site.n) if site.op == "bmm" else (_rows(dy), _columns(w), site.n)
     else:
         a, b, length = (*(_transposed(_matrices(s)) for s in (dy, x)), site.m) if site.op == "bmm" else (_columns(dy), _columns(x), _seen_at_once(x))
-    if site.op == "bmm":
-        groups = x.reservoir.steps.repeat_interleave(a.x.shape[1])
-    else:
-        groups = x.reservoir.steps[_order(x)] if which != "wgrad" else torch.arange(a.x.shape[1])
+    steps = x.reservoir.steps[:, None] if site.op == "bmm" else x.reservoir.steps[_order(x)][None]
+    groups = torch.arange(a.x.shape[:2].numel()) if which == "wgrad" and site.op == "linear" else steps.expand(a.x.shape[:2]).flatten()
     return a, b, max(length, a.x.shape[-1]), groups
 
 
 def _seen_at_once(s: Sketch) -> int:
-    """Rows of one step."""
-    return -(-s.rows // len(s.steps))
+    """Items of one step."""
+    return -(-s.rows // (len(s.steps) * s.reservoir.items.shape[1]))
 
 
 def _order(s: Sketch) -> torch.Tensor:
@@ -176,27 +174,28 @@ def _transposed(k: Known) -> Known:
 
 
 def _rows(s: Sketch) -> Known:
-    """Rows of a layer's operand: [1, rows, C]."""
+    """Rows of a layer's operand, of T layers: [T, rows, C]."""
     order = _order(s)
-    x = _items(s)[order, 0][None]
-    return Known(x=x, tensor_amax=_step_amax(s)[order, 0][None], row_amax=x.abs().amax(-1, keepdim=True))
+    x = _items(s)[order].transpose(0, 1)
+    return Known(x=x, tensor_amax=_step_amax(s)[order].transpose(0, 1), row_amax=x.abs().amax(-1, keepdim=True))
 
 
 def _columns(s: Sketch) -> Known:
-    """The transpose of a layer's operand: [1, C, rows]; a row's amax is that over all rows of a step, which the sketch kept."""
+    """The transpose of a layer's operand: [T, C, rows]; a row's amax is that over all rows of a step, which the sketch kept."""
     order = _order(s)
-    x = _items(s)[order, 0].mT[None]
-    row_amax = torch.maximum(s.column_amax[None, :, None], x.abs().amax(-1, keepdim=True))
-    return Known(x=x, tensor_amax=_step_amax(s)[order, 0].mT[None], row_amax=row_amax)
+    x = _items(s)[order].permute(1, 2, 0)
+    row_amax = torch.maximum(s.column_amax.view(*x.shape[:2], 1), x.abs().amax(-1, keepdim=True))
+    return Known(x=x, tensor_amax=_step_amax(s)[order].permute(1, 2, 0), row_amax=row_amax)
 
 
 def _chosen(shape: tuple[int, int], rows: int) -> torch.Tensor:
-    """At most so many rows of a matrix, in evenly placed blocks of 128, so that square groups stay whole; all of batched ones, for items are few."""
+    """Of each matrix its part of so many rows, 128 at least, in evenly placed blocks of 128, so that square groups stay whole."""
     batch, count = shape
-    if batch > 1 or count <= rows:
+    blocks = max(1, rows // batch // BLOCK)
+    if count <= blocks * BLOCK:
         return torch.arange(count)
-    blocks = torch.linspace(0, count // BLOCK - 1, rows // BLOCK).round().long()
-    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    places = torch.linspace(0, count // BLOCK - 1, blocks).round().long()
+    return (places[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
 
 
 def _cut(k: Known, rows: torch.Tensor) -> Known:

@@ -7,7 +7,8 @@ Every item has a key, a Philox number of (seed, step, index) and of nothing else
 sample without replacement, merging is exact, associative and commutative, ranks need not talk, and x and dy of one step keep the same rows.
 What is chosen is known before data are read: a GPU copies the chosen items alone.
 
-An item is one row [1, C] of a layer's operand, or one whole matrix [R, C] of a batched product, whose rows have partners in the other operand.
+An item is one row [1, C] of a layer's operand (of T layers at once: [T, C]), or one whole matrix [R, C] of a batched product, whose rows have partners
+in the other operand.
 Rows of a parameter are `fixed`: their key is that of their index, and a later step's values replace an earlier one's.
 """
 

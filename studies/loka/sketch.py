@@ -32,6 +32,7 @@ __all__ = ["CREST_BINS", "PARAMETER_NUMBERS", "RMS_BINS", "ROWS", "Sketch", "ske
 ROWS = 512  # of a reservoir: a 1st percentile with a lower bound needs 299
 PARAMETER_NUMBERS = 2**22  # a parameter of at most so many numbers is kept whole, a larger one as rows, so that a reservoir stays below 16 MiB
 RMS_BINS, CREST_BINS = 256, 24  # half octaves: rms from 2^-64 to 2^64, amax / rms from 1 to 2^12, which 2^24 columns cannot exceed
+FORMS = ("rows", "layers", "matrices")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -51,9 +52,9 @@ class Sketch:
     live_rows: torch.Tensor  # int64 [T], rows that are not zero
     rows: int  # read in all
     norms: torch.Tensor  # int64 [RMS_BINS, CREST_BINS], rows that are not zero
-    column_log2_amax: torch.Tensor  # float64 [C], summed over the steps in which the column is not zero; [0] of batched operands
-    column_steps: torch.Tensor  # int64 [C], those steps
-    column_squares: torch.Tensor  # float64 [C]
+    column_log2_amax: torch.Tensor  # float64 [T C], summed over the steps in which the column is not zero; [0] of matrices
+    column_steps: torch.Tensor  # int64 [T C], those steps
+    column_squares: torch.Tensor  # float64 [T C]
     reservoir: Reservoir
 
     @property
@@ -127,15 +128,19 @@ def _merged_steps(a: Sketch, b: Sketch) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def sketch(x: torch.Tensor, *, step: int, rows: int = ROWS, seed: int = 0, parameter: bool = False, batched: bool = False) -> Sketch:
-    """The sketch of one step's x: [..., C], rows through all leading axes, or with `batched` [..., R, C], matrices through the leading ones.
+def sketch(x: torch.Tensor, *, step: int, items: int = ROWS, seed: int = 0, parameter: bool = False, form: str = "rows") -> Sketch:
+    """The sketch of one step's x, which keeps so many items of it; a `parameter`'s are the same ones in every step. By form, an item is
 
-    rows: of the reservoir. parameter: the rows are the same ones in every step. Raises ValueError for dtypes other than float32, bf16 and fp16.
+        rows      [..., C]     a row
+        layers    [M, T, C]    one example's rows in T layers, each with its own weight; a weight is [N, T, C]
+        matrices  [I, R, C]    a matrix whose rows meet those of the other operand's same item
+
+    Raises ValueError for another form, and for dtypes other than float32, bf16 and fp16.
     """
-    if x.ndim < 2 + batched or x.dtype not in _DTYPES:
-        raise ValueError(f"a sketch is of [..., R, C] in float32, bfloat16 or float16, got {tuple(x.shape)=} {x.dtype}; convert it first")
-    r, c = x.shape[-2] if batched else 1, x.shape[-1]
-    x = x.detach().reshape(x.shape[: -1 - batched].numel(), r, c)
+    if form not in FORMS or x.dtype not in _DTYPES or (x.ndim < 2 if form == "rows" else x.ndim != 3):
+        raise ValueError(f"a sketch is of rows [..., C], layers [M, T, C] or matrices [I, R, C] in float32, bfloat16 or float16, got {form=} {tuple(x.shape)=} {x.dtype}; convert it first")
+    c = x.shape[-1]
+    x = x.detach().reshape(x.shape[:-1].numel(), 1, c) if form == "rows" else x.detach()
     x_RC = x.flatten(0, 1)
     s = _statistics(x_RC)
     row_amax, row_rms = s.row_amax.double(), (s.row_sum_squares / max(c, 1)).sqrt()
@@ -143,8 +148,8 @@ def sketch(x: torch.Tensor, *, step: int, rows: int = ROWS, seed: int = 0, param
     log2_rms = torch.log2(row_rms[live])
     finite = int(s.exponents.sum() + s.zeros)
     mean = float(s.sum) / finite if finite else 0.0
-    column_amax, column_squares = (torch.zeros(0),) * 2 if batched else _columns(x_RC, clean=int(s.nonfinite) == 0)
-    capacity = rows if not parameter else max(rows, PARAMETER_NUMBERS // max(c, 1))
+    column_amax, column_squares = (torch.zeros(0),) * 2 if form == "matrices" else _columns(x.flatten(1), clean=int(s.nonfinite) == 0)
+    capacity = items if not parameter else max(items, PARAMETER_NUMBERS // max(x.shape[1] * c, 1))
     return Sketch(
         exponents=s.exponents, zeros=int(s.zeros), nonfinite=int(s.nonfinite), count=finite, mean=mean,
         deviations=max(float(s.sum_squares) - finite * mean * mean, 0.0),
@@ -152,7 +157,7 @@ def sketch(x: torch.Tensor, *, step: int, rows: int = ROWS, seed: int = 0, param
         rows=len(x_RC), norms=_norms(log2_rms, torch.log2(row_amax[live])),
         column_log2_amax=torch.where(column_amax > 0, torch.log2(column_amax.double()), 0.0), column_steps=(column_amax > 0).long(),
         column_squares=column_squares.double(),
-        reservoir=sample(x, step=step, capacity=max(1, -(-capacity // max(r, 1))), seed=seed, fixed=parameter),
+        reservoir=sample(x, step=step, capacity=capacity, seed=seed, fixed=parameter),
     )  # fmt: skip
 
 

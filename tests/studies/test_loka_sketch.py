@@ -31,7 +31,7 @@ def same(a: Sketch, b: Sketch) -> None:
 
 
 def parts(seed: int, sizes: list[int], dtype=torch.float32) -> list[Sketch]:
-    return [sketch(draw("row-scaled", n, 16, seed=seed + i).to(dtype), step=i, rows=32, seed=5) for i, n in enumerate(sizes)]
+    return [sketch(draw("row-scaled", n, 16, seed=seed + i).to(dtype), step=i, items=32, seed=5) for i, n in enumerate(sizes)]
 
 
 @settings(max_examples=25, deadline=None)
@@ -122,8 +122,15 @@ def test_a_later_step_replaces_the_rows_of_a_parameter():
 
 def test_a_batched_operand_is_kept_as_whole_matrices():
     x = draw("gaussian", 40 * 24, 16, seed=5).view(40, 24, 16)
-    kept = sketch(x, step=0, rows=100, batched=True).reservoir
+    kept = sketch(x, step=0, items=5, form="matrices").reservoir
     assert kept.items.shape == (5, 24, 16) and all(torch.equal(m, x[i]) for m, i in zip(kept.items, kept.index, strict=True))
+
+
+def test_layers_keep_an_examples_rows_together_and_columns_of_each_layer():
+    x = draw("student-t3", 40 * 3, 16, seed=6).view(40, 3, 16)
+    found = sketch(x, step=0, items=7, form="layers")
+    assert all(torch.equal(item, x[i]) for item, i in zip(found.reservoir.items, found.reservoir.index, strict=True))
+    torch.testing.assert_close(found.column_amax, x.abs().amax(0).double().flatten(), rtol=1e-14, atol=0)
 
 
 def test_keys_are_distinct_over_steps():
@@ -134,10 +141,10 @@ def test_keys_are_distinct_over_steps():
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda: sketch(torch.zeros(4), step=0), r"a sketch is of \[..., R, C\]"),
+        (lambda: sketch(torch.zeros(4), step=0), r"rows \[..., C\]"),
         (lambda: sketch(torch.zeros(4, 4, dtype=torch.float64), step=0), "convert it first"),
         (lambda: sketch(torch.zeros(2, 3), step=0).merge(sketch(torch.zeros(2, 4), step=1)), "of one operand"),
-        (lambda: sketch(torch.zeros(2, 3), step=0, rows=4).merge(sketch(torch.zeros(2, 3), step=1, rows=8)), "same capacity"),
+        (lambda: sketch(torch.zeros(2, 3), step=0, items=4).merge(sketch(torch.zeros(2, 3), step=1, items=8)), "same capacity"),
         (lambda: sketch(torch.zeros(2, 3), step=0).share_below(0.3), "power of two"),
         (lambda: Sketch.from_arrays({}), "got none of"),
         (lambda: sample(torch.zeros(2, 3), step=0, capacity=1, seed=0), r"items \[I, R, C\]"),

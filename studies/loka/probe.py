@@ -1,0 +1,143 @@
+"""Probe: watch the operands of a model's products while it trains, on every n-th step, and keep their sketches.
+
+    readings = probe(model, batches, loss=bce)             # batches of (inputs, target); without a loss: of inputs, and forward alone is seen
+    watch = Probe(model, *inputs, every=100, plain=torch.compile(model))
+    loss(watch(*inputs), target).backward()                # in a training loop, in the model's place
+    write_readings(watch.readings, "readings.npz")
+
+Two graphs over the same parameters: `plain` runs, except on every n-th step, where a second one with an observer at each traced site
+(studies.loka.registry) runs instead: it sees x and w in the forward pass and dy in the backward pass, of all sites. In between nothing is added to
+the plain graph, not even a branch inside it, so that it may be compiled. A step whose backward did not come is not kept.
+
+What a probed step reads beside the model, in passes over an operand: x and dy 3 (statistics 1, column amax 1, column sums of squares 1), w 3, both
+operands of batched products 1; and it copies at most `rows` rows of each to the host (`bytes_read` counts all). With bf16 operands and products
+of 2 M N K flops in each of three passes, reading costs 6 (M K + N K + M N) bytes: at a GPU's 200 flops a byte the time of 200 (1/M + 1/N + 1/K) of
+the products', 8% or so of large layers; the rest of a probed step's cost is that it runs uncompiled. Every 100th step may take half as long again
+before it costs 0.5%. On a GPU results go to the host as they come, so a probed step waits for the device at each site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from studies.loka.apply import replacement, rewrite
+from studies.loka.products import Multiply, multiply
+from studies.loka.readings import Readings, SiteReading
+from studies.loka.registry import trace
+from studies.loka.site import Site
+from studies.loka.sketch import ROWS, Sketch, sketch
+
+__all__ = ["Probe", "bytes_read", "probe"]
+
+READS_LAYER, READS_BATCHED = 3, 1
+
+
+class Probe:
+    """Call it in the model's place. `readings` are those of all steps read so far; reading them ends the step that is under way."""
+
+    def __init__(self, model: nn.Module, *example: object, every: int = 100, backward: bool = True, rows: int = ROWS, seed: int = 0, plain: Callable | None = None) -> None:
+        """every: steps from one read to the next, the first step being one. plain: what runs in between, `model` itself if not given.
+
+        Raises ValueError for every < 1, for rows < 1, and as `trace` does.
+        """
+        if every < 1 or rows < 1:
+            raise ValueError(f"a probe reads every n-th step, n >= 1, and keeps rows >= 1, got {every=} {rows=}")
+        self.registry = trace(model, *example)
+        self.every, self.backward, self.rows, self.seed, self.steps = every, backward, rows, seed, 0
+        self.plain = model if plain is None else plain
+        self.watched = rewrite(self.registry, [replacement(self.registry, site.name, self._observer(site)) for site in self.registry.sites])
+        self._kept: dict[str, SiteReading] = {}
+        self._under_way: dict[str, _Step] = {}
+
+    def __call__(self, *inputs: object) -> object:
+        step, self.steps = self.steps, self.steps + 1
+        if step % self.every:
+            return self.plain(*inputs)
+        self._end_step()
+        self._step = step
+        return self.watched(*inputs)
+
+    @property
+    def readings(self) -> Readings:
+        self._end_step()
+        return Readings(sites={s.name: self._kept[s.name] for s in self.registry.sites if s.name in self._kept}, unsupported=dict(self.registry.unsupported))
+
+    def _observer(self, site: Site) -> Multiply:
+        def observed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            y = multiply(x, w, bias)
+            batch = y.shape[:-2] if w.ndim > 2 else ()  # of matrices that each have their own w
+            look = lambda v, parameter=False: self._sketch(site, v.detach(), batch, parameter)  # noqa: E731
+            step = _Step(x=look(x), w=look(w, site.op == "linear"), waits=self.backward and y.requires_grad)
+            self._under_way[site.name] = step
+            if step.waits:
+                y.register_hook(lambda dy: step.saw(look(dy)))
+            return y
+
+        return observed
+
+    def _sketch(self, site: Site, x: torch.Tensor, batch: torch.Size | tuple, parameter: bool) -> Sketch:
+        if batch:
+            x = x.expand(*batch, *x.shape[-2:]).flatten(0, -3)
+        how = {"step": self._step, "seed": self.seed, "parameter": parameter}
+        if site.op == "bmm":
+            return sketch(x if batch else x.reshape(1, -1, x.shape[-1]), items=-(-self.rows // min(site.m, site.n)), form="matrices", **how)
+        return sketch(x.transpose(0, 1) if batch else x, items=self.rows, form="layers" if batch else "rows", **how)
+
+    def _end_step(self) -> None:
+        for site in self.registry.sites:
+            step = self._under_way.pop(site.name, None)
+            if step and not step.waits:
+                reading = SiteReading(site=site, x=step.x, w=step.w, dy=step.dy)
+                self._kept[site.name] = self._kept[site.name].merge(reading) if site.name in self._kept else reading
+
+
+@dataclass(kw_only=True)
+class _Step:
+    """What one step showed of one site so far; `waits` for dy."""
+
+    x: Sketch
+    w: Sketch
+    waits: bool
+    dy: Sketch | None = None
+
+    def saw(self, dy: Sketch) -> None:
+        self.dy, self.waits = dy, False
+
+
+def probe(model: nn.Module, batches: Iterable, *, loss: Callable[[object, object], torch.Tensor] | None = None, every: int = 1, rows: int = ROWS, seed: int = 0) -> Readings:
+    """Readings of the model as it is, over every n-th of these batches; parameters and their gradients stay as they were.
+
+    With `loss` a batch is (inputs, target) and loss(output, target) is what is differentiated; without it a batch is the inputs, a tuple or one
+    tensor, and only the forward pass is seen. Raises ValueError for no batches.
+    """
+    watch = None
+    for i, batch in enumerate(batches):
+        if i % every:
+            continue
+        inputs, target = batch if loss else (batch, None)
+        inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        watch = watch or Probe(model, *inputs, every=1, backward=loss is not None, rows=rows, seed=seed)
+        watch.steps = i
+        if loss is None:
+            with torch.no_grad():
+                watch(*inputs)
+        else:
+            trained = [p for p in model.parameters() if p.requires_grad]
+            torch.autograd.grad(loss(watch(*inputs), target), trained, allow_unused=True)
+        watch._end_step()
+    if watch is None:
+        raise ValueError("a probe reads at least one batch, got none; pass a list, for an iterator is empty the second time")
+    return watch.readings
+
+
+def bytes_read(sites: Iterable[Site], *, backward: bool = True, element_bytes: int = 2) -> int:
+    """Bytes of operands that a probed step reads beside the model; see the module's docstring."""
+    total = 0
+    for s in sites:
+        operands = s.m * s.k + (s.m * s.n if backward else 0)
+        total += element_bytes * (READS_LAYER * (operands + s.n * s.k) if s.op == "linear" else READS_BATCHED * s.batch * (operands + s.n * s.k))
+    return total
