@@ -1,6 +1,7 @@
 """The safety map as tables: how many sites of each model are safe in each recipe, and which recipes each site may use.
 
     safety_maps(view)       # [Prose, Table, ...]: a table over all models, then one for each model and pass, by device
+    real(view)              # the same for models trained here, by their own activations and gradients
 
 A cell of the map is one shape; sites that share it share its verdict. Emulated and measured maps are never mixed: each device has its own.
 """
@@ -132,7 +133,41 @@ def _product(site: Site, which: str) -> str:
 def _safe(row: Row | None, recipes: Sequence[str]) -> str | None:
     if row is None:
         return None
-    found = {r["recipe"]: r["verdict"] for r in row.record("recipes")}
+    return _letters({r["recipe"]: r["verdict"] for r in row.record("recipes")}, recipes) + ("†" if row.stale else "")
+
+
+def _letters(found: Mapping[str, str], recipes: Sequence[str]) -> str:
     letters = [LETTERS[r] + ("?" if found[r] == "undecided" else "") for r in recipes if found[r] != "unsafe"]
-    text = "all" if letters == [LETTERS[r] for r in recipes] else " ".join(letters) or "none"
-    return text + ("†" if row.stale else "")
+    return "all" if letters == [LETTERS[r] for r in recipes] else " ".join(letters) or "none"
+
+
+# ---- models trained here -------------------------------------------------------------------------------------------------------
+
+
+def real(view: View) -> list:
+    """Site by site: which recipes are safe for the activations, weights and gradients of a trained model."""
+    rows, out = view.rows(measure="captured"), []
+    for r in rows:
+        sites = r.record("sites")
+        names = list(dict.fromkeys(s["site"] for s in sites))
+        of = {(s["site"], s["which"]): s for s in sites}
+        lines = [(name + (" (logit)" if of[name, "forward"]["head"] else ""), *(_cell(of.get((name, which)), which) for which in PASS_TITLES), *_worst(of[name, "forward"])) for name in names]
+        columns = [Column(name="site"), *(Column(name=PASS_TITLES[w]) for w in PASS_TITLES), Column(name="tensorwise", unit="dB"), Column(name="rowwise", unit="dB")]
+        p = r.params
+        title = f"Real activations: {p['model']} {p['size']}{' with ' + p['mods'].replace('+', ', ') if p['mods'] else ''}, {r.device}"
+        letters = ", ".join(f"{letter} {name}" for name, letter in LETTERS.items())
+        out.append(Table(title=title, columns=columns, rows=lines, sources=[r],
+                         note=f"Trained here for {p['steps']} steps of {p['batch']:,} planted examples. The recipes that are safe: {letters}; ? undecided. The last columns: 1st percentile "
+                              "over rows, forward. Products of fewer than 16 rows stay in bf16."))  # fmt: skip
+    return out
+
+
+def _cell(site: Mapping | None, which: str) -> str:
+    if site is None:
+        return "-"
+    return _letters({v["recipe"]: v["verdict"] for v in site["recipes"]}, FORWARD if which == "forward" else BACKWARD)
+
+
+def _worst(site: Mapping) -> tuple[float, float]:
+    found = {v["recipe"]: v["p01_db"] for v in site["recipes"]}
+    return found["tensorwise"], found["rowwise"]
