@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 
 from kernels.exact._device import on_gpu
-from kernels.fp8.epilogue import FEATURES, activate_ref, normalise_ref
+from kernels.fp8.epilogue import FEATURES
 from kernels.fp8.norm_quantise import Saved, check_rows, row_schedule
 
-__all__ = ["norm_backward", "norm_backward_ref"]
+__all__ = ["norm_backward", "norm_backward_ref", "slope_ref"]
 
 _PROGRAMS = 528  # that share the rows where dw and db are asked for: 4 on each of an H200's 132 SMs
 Gradients = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -42,15 +42,28 @@ def norm_backward_ref(
     dy_MK: torch.Tensor, x_MK: torch.Tensor, saved: Saved | None, norm: str, activation: str, weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None, eps: float = 1e-5, block: int = FEATURES,
 ) -> Gradients:  # fmt: skip
-    """`norm_backward` by differentiating the reference in float64, statistics computed again -> dx in x's dtype, dw and db in float32."""
+    """`norm_backward` by the formulas above in float64, statistics computed again -> dx in x's dtype, dw and db in float32. Any device, no autograd."""
     check_rows(x_MK, norm, activation, weight, bias, eps, block)
     _check(dy_MK, x_MK, saved, norm)
-    leaves = [None if v is None else v.detach().double().requires_grad_() for v in (x_MK, weight, bias)]
-    with torch.enable_grad():
-        y = activate_ref(normalise_ref(leaves[0], norm, leaves[1], leaves[2], eps, block), activation)
-        found = iter(torch.autograd.grad(y, [v for v in leaves if v is not None], dy_MK.double()))
-    dx, dw, db = (None if v is None else next(found) for v in leaves)
-    return dx.to(x_MK.dtype), None if dw is None else dw.float(), None if db is None else db.float()
+    x, group = x_MK.detach().double(), block if norm == "blocknorm" else x_MK.shape[-1]
+    mean = lambda v: torch.cat([g.mean(-1, keepdim=True).expand_as(g) for g in v.split(group, -1)], -1)  # noqa: E731
+    centred = x - mean(x) if norm == "layernorm" else x
+    r = torch.rsqrt(mean(centred.square()) + eps) if norm != "none" else torch.ones_like(x)
+    n = centred * r
+    t = n if weight is None else n * weight.double()
+    dt = dy_MK.double() * slope_ref(t if bias is None else t + bias.double(), activation)
+    dn = dt if weight is None else dt * weight.double()
+    dx = dn if norm == "none" else r * (dn - (mean(dn) if norm == "layernorm" else 0.0) - n * mean(dn * n))
+    total = lambda v: v.flatten(0, -2).sum(0).float()  # noqa: E731
+    return dx.to(x_MK.dtype), None if weight is None else total(dt * n), None if bias is None else total(dt)
+
+
+def slope_ref(t: torch.Tensor, activation: str) -> torch.Tensor:
+    """act'(t) in t's dtype."""
+    if activation == "silu":
+        s = torch.sigmoid(t)
+        return s * (1 + t * (1 - s))
+    return (t / 3 + 0.5).where((t > -3) & (t < 3), (t >= 3).to(t.dtype)) if activation == "hardswish" else torch.ones_like(t)
 
 
 @triton.jit

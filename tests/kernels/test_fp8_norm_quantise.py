@@ -92,6 +92,20 @@ def test_gradients_are_the_slopes_of_the_forward_pass(norm: str, activation: str
         assert abs(slope - along) <= terms * (SLOPE + 2.0**-23) + 900 * SLOPE, "g itself is rounded to float32"
 
 
+@pytest.mark.parametrize("norm, activation", list(itertools.product(NORMS, ACTIVATIONS)))
+def test_gradients_are_those_that_torch_finds_for_the_reference(norm: str, activation: str) -> None:
+    x, dy, (w, b) = philox_bell((2, 3, 300), 8, scale_log2=2), philox_bell((2, 3, 300), 9), parameters(norm, 300)
+    leaves = [None if v is None else v.double().requires_grad_() for v in (x, w, b)]
+    y = activate_ref(normalise_ref(leaves[0], norm, *leaves[1:]), activation)
+    want = iter(torch.autograd.grad(y, [v for v in leaves if v is not None], dy.double()))
+    found = norm_backward_ref(dy, x, norm_quantise_ref(x, norm, activation, ROW, w, b, keep=True)[1], norm, activation, w, b)
+    for leaf, g in zip(leaves, found, strict=True):
+        assert (leaf is None) == (g is None)
+        if g is not None:
+            wanted = next(want)
+            assert g.shape == wanted.shape and ((g.double() - wanted).abs() <= 2.0**-24 * wanted.abs() + F64).all(), "float64, then one rounding to float32"
+
+
 def test_what_the_rules_exclude_is_refused() -> None:
     x, w = philox_bell((4, 300), 7), philox_bell((300,), 8)
     for error, call in {
