@@ -7,6 +7,7 @@
     single RECIPE      one layer recipe (kernels.fp8.recipes.RECIPES) at every site but heads; the fastest of those entered is the best single one
     dispatch           the plan of the input cell "plan" (record "plan"), or else the fastest that the times of the input cell "times" allow
     ... fused          the same with norm, activation and quantising in one kernel wherever a site's producers allow it
+    ... epilogues      inference only: that, and products that norm, activate and quantise for the product behind them (blockwise forward recipes)
     torchao            torchao's tensorwise training on every nn.Linear whose sizes it takes; recorded as absent where it does not import
 
 Training: logits, binary cross-entropy, gradients of all parameters and of the embedded features; weights are quantised in every step. Otherwise
@@ -38,6 +39,7 @@ from kernels.fp8.recipes import PASSES, RECIPES
 from studies.loka.apply import apply
 from studies.loka.contest_inputs import Sink, snr_db
 from studies.loka.contests import conditions
+from studies.loka.epilogues import edges
 from studies.loka.frozen import frozen
 from studies.loka.fuse import why_not_fused
 from studies.loka.registry import Registry, trace
@@ -58,6 +60,7 @@ __all__ = ["dense_step", "mods_latency", "single"]
 LEAST_COSINE = 0.5  # of a variant's gradient and bf16's
 LEAST_DB = {True: 0.0, False: 15.0}  # of a variant's logits against bf16's: of FP8, of bf16 compiled
 DISPATCH = "dispatch"
+EPILOGUES = "epilogues"
 REST = "rest"
 Step = Callable[[], list[torch.Tensor]]
 
@@ -100,7 +103,7 @@ def dense_step(
     with torch._dynamo.config.patch(recompile_limit=len(made) + 8):  # arms share code, which torch else runs uncompiled from the ninth on
         result = contest(made, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, control="bf16")
     lines = [{"variant": v, "us": result.median_s(v) * 1e6, "log_speedup": result.log_ratio("bf16", v), "low": result.log_ratio("bf16", v) - result.noise_floor, **errors[v],
-              "fp8_products": sum(map(len, plans[v].recipes.values())) if v in plans else 0, "fused_sites": len(plans[v].fused) if v in plans else 0} for v in entered]  # fmt: skip
+              "fp8_products": sum(map(len, plans[v].recipes.values())) if v in plans else 0, "fused_sites": len(plans[v].fused) if v in plans else 0, "joined_sites": len(edges(subject.registry, plans[v])) if v.endswith(EPILOGUES) else 0} for v in entered]  # fmt: skip
     cap = predicted(subject.registry.sites, subject.times, plans[DISPATCH], result.median_s("bf16") * 1e6, subject.passes) if subject.times and DISPATCH in plans else {}
     return Result(
         metrics=summary(result, entered) | cap | conditions(result), arrays=result.to_arrays(),
@@ -151,7 +154,9 @@ def single(registry: Registry, recipe: str, passes: Sequence[str] = PASSES) -> P
 def planned(subject: Subject, name: str) -> Plan:
     """The plan of a variant's name. Raises ValueError for a name that is none, and for "dispatch" without the inputs it needs."""
     words = name.split()
-    fused = words[-1] == "fused"
+    if words[-1] == EPILOGUES and subject.training:
+        raise ValueError(f"an epilogue keeps nothing for a backward pass, got {name!r} for training; ask for 'fused'")
+    fused = words[-1] in ("fused", EPILOGUES)
     if words[0] == "single" and len(words) == 2 + fused:
         plan = single(subject.registry, words[1], subject.passes)
     elif words[0] == DISPATCH and len(words) == 1 + fused:
@@ -159,7 +164,7 @@ def planned(subject: Subject, name: str) -> Plan:
             raise ValueError("a dispatched plan needs an input cell 'plan' or 'times', got neither; give the cell one")
         plan = subject.plan or fastest(subject.registry.sites, subject.times)[0]
     else:
-        raise ValueError(f"a variant is 'bf16', 'torchao', 'single RECIPE' or 'dispatch', the last two also with ' fused', got {name!r}")
+        raise ValueError(f"a variant is 'bf16', 'torchao', 'single RECIPE' or 'dispatch', the last two also with ' fused' or ' epilogues', got {name!r}")
     if not subject.training:
         plan = replace(plan, recipes={s: {w: r for w, r in p.items() if w == "forward"} for s, p in plan.recipes.items() if "forward" in p}, fused=tuple(f for f in plan.fused if "forward" in plan.recipes[f]))
     able = [s for s in plan.recipes if not why_not_fused(subject.registry, s, plan.recipe(s, "forward"))] if fused else []
@@ -194,8 +199,10 @@ def step_of(subject: Subject, name: str, plan: Plan | None) -> Step:
         module = converted(subject.module)
     elif plan is None:
         module = subject.module
+    elif subject.training:
+        module = apply(subject.module, plan, *subject.example)
     else:
-        module = (apply if subject.training else frozen)(subject.module, plan, *subject.example)
+        module = frozen(subject.module, plan, *subject.example, epilogues=name.endswith(EPILOGUES))
     compiled = torch.compile(module, dynamic=False)
 
     def step() -> list[torch.Tensor]:

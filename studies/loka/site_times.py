@@ -55,7 +55,7 @@ def site_times(
     warmup_s: float,
 ) -> Result:  # fmt: skip
     """Record "times": a line for each product, recipe and backend. Raises Pause with what was timed kept, and goes on from there."""
-    module, example = built(model, size, mods, batch, "cpu" if ctx.device == "cpu" else ctx.device, ctx.seed)
+    module, example = built(model, size, mods, batch, ctx.device, ctx.seed)
     sites = trace(module, *example).sites
     del module, example
     state = ctx.state_dir / STATE

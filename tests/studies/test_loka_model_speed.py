@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +15,16 @@ from kernels.fp8.quantise import quantise_ref
 from kernels.fp8.recipes import RECIPES
 from studies.loka import contests, model_speed, site_times
 from studies.loka.apply import apply
+from studies.loka.contest_inputs import bell_rows, snr_db
+from studies.loka.epilogues import edges
 from studies.loka.frozen import frozen
 from studies.loka.fuse import why_not_fused
 from studies.loka.model_speed import dense_step, mods_latency, single
 from studies.loka.registry import trace
-from studies.loka.site import Site
+from studies.loka.site import Plan, Site
 from studies.loka.site_times import backends_of, built, distinct, fastest, predicted
+from studies.loka.training import mods_named
+from studies.models.recommenders.mods import BlockNorm, Mlp, Mods, build
 from suite.measure import Context, Pause
 from suite.timing import WrongOutput
 
@@ -108,9 +113,9 @@ def test_amdahls_cap_counts_the_products_share_and_their_speed() -> None:
 def test_a_frozen_model_gives_the_planned_models_logits_and_quantises_no_weight(model: str, recipe: str, monkeypatch) -> None:
     module, example = built(model, "small", ALL_MODS, 6, "cpu", 1)
     registry = trace(module, *example)
-    plan = model_speed.Plan(recipes={s.name: {"forward": recipe} for s in registry.sites if not s.head})
+    plan = Plan(recipes={s.name: {"forward": recipe} for s in registry.sites if not s.head})
     able = tuple(s for s in plan.recipes if not why_not_fused(registry, s, plan.recipe(s, "forward")))
-    plan = model_speed.replace(plan, fused=able)
+    plan = replace(plan, fused=able)
     assert bool(able) == (model == "wukong" and recipe != "tensorwise")
     with torch.no_grad():
         want, serving = apply(module, plan, *example)(*example), frozen(module, plan, *example)
@@ -120,6 +125,42 @@ def test_a_frozen_model_gives_the_planned_models_logits_and_quantises_no_weight(
     twice = sum(registry.site(s).op == "bmm" for s in plan.recipes)  # both operands are activations
     assert len(counted) == len(plan.recipes) + twice - len(able)
     assert serving.state_dict().keys() == module.state_dict().keys()
+
+
+NARROW = {  # what stands between layers: the joined pairs that it allows
+    "nobias+blocknorm+hardswish": {"3:linear": "0:linear", "6:linear": "3:linear"},
+    "blocknorm": {"3:linear": "0:linear", "6:linear": "3:linear"},  # biases, SiLU
+    "": {},  # LayerNorm needs a whole row, which a tile has not
+}
+
+
+@pytest.mark.parametrize("mods", NARROW)
+def test_products_are_joined_where_a_tile_holds_the_norms_blocks_and_stay_within_fp8s_error(mods: str) -> None:
+    model = build(lambda: Mlp((512, 1024, 512, 512), mods_named(mods, Mods()), head=True), seed=1, device="cpu").bfloat16()
+    x = bell_rows(40, 512, 1, "cpu")
+    registry = trace(model, x)
+    plan = Plan(recipes={s.name: {"forward": "blockwise"} for s in registry.sites if not s.head})
+    assert {name: edge.producer for name, edge in edges(registry, plan).items()} == NARROW[mods]
+    by_rows = replace(plan, recipes={s: {"forward": "rowwise"} for s in plan.recipes})
+    assert not edges(registry, by_rows) and not edges(registry, replace(plan, recipes={"6:linear": {"forward": "blockwise"}}))
+    with torch.no_grad():
+        want, plain, joined = model(x).double(), frozen(model, plan, x)(x), frozen(model, plan, x, epilogues=True)(x)
+    assert torch.equal(plain, joined) == (not NARROW[mods])
+    assert abs(snr_db(joined, want) - snr_db(plain, want)) < 2.0  # 40 logits: their noise is known to 20 log10(1 + 1 / sqrt(40)) = 1.3 dB, twice
+
+
+def test_a_product_that_is_read_twice_is_not_joined() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.norm = nn.Linear(512, 512), nn.Linear(512, 512), BlockNorm(512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            return y + self.b(nn.functional.hardswish(self.norm(y)))
+
+    registry = trace(Residual(), torch.randn(4, 512, generator=torch.Generator().manual_seed(1)))
+    assert not edges(registry, Plan(recipes={"a:linear": {"forward": "blockwise"}, "b:linear": {"forward": "blockwise"}}))
 
 
 # ---------------------------------------------------------------- a step
@@ -157,7 +198,8 @@ def test_a_training_step_of_every_variant_is_checked_against_bf16(on_cpu, times,
 
 
 def test_inference_runs_the_forward_products_of_a_plan_only(on_cpu, times) -> None:
-    result = dense_step(Context(device="cpu", inputs={"times": times}), **asked(training=False, variants=["bf16", "single rowwise", "dispatch fused"]))
+    result = dense_step(Context(device="cpu", inputs={"times": times}), **asked(training=False, variants=["bf16", "single rowwise", "dispatch fused", "single blockwise epilogues"]))
+    assert result.records["variants"][3]["joined_sites"] == 0 < result.records["variants"][3]["fused_sites"]  # its blocks are below 256 features
     assert all(set(p) == {"forward"} for v in ("single rowwise", "dispatch fused") for p in result.records["plans"][v]["recipes"].values())
     assert "gradient_cosine" not in result.records["variants"][1] and result.records["variants"][2]["fused_sites"] > 0
 
@@ -200,7 +242,7 @@ def test_every_single_recipe_covers_every_site_but_heads() -> None:
     assert "dgrad" not in single(registry, "rowwise").recipes["bottom.0:linear"]
 
 
-@pytest.mark.parametrize("name, message", [("dispatch", "needs an input cell"), ("single nonsense", "a layer's recipe is one of"), ("fastest", "a variant is"), ("single rowwise twice", "a variant is")])
+@pytest.mark.parametrize("name, message", [("dispatch", "needs an input cell"), ("single nonsense", "a layer's recipe is one of"), ("fastest", "a variant is"), ("single blockwise epilogues", "keeps nothing for a backward"), ("single rowwise twice", "a variant is")])
 def test_names_that_are_no_variants(name: str, message: str, on_cpu) -> None:
     with pytest.raises(ValueError, match=message):
         dense_step(Context(device="cpu"), **asked(variants=["bf16", name]))
