@@ -3,7 +3,7 @@
     trained(ctx, training={"steps": 400, "batch": 1024}, data={"largest": 50})       # leaves the parameters
     flips(ctx, training=..., data=..., recipes=["rowwise-fast"], rows=32768, calibration=4096, chunk=4096)          # input "trained"
     gradients(ctx, training=..., data=..., products={"wgrad": ["rowwise-p2"]}, batches=4, batch=1024, rate=1e-3)    # input "trained"
-    planners(ctx, training=..., data=..., rows=32768, chunk=4096, budget=2e-4, examples=8192, width=32)  # inputs "trained", "flips", "gradients"
+    planners(ctx, training=..., data=..., rows=32768, chunk=4096, budget=2e-4, examples=8192, width=32)  # and "flips", "gradients"
 
 Training is on known probabilities in the place of labels: the mean over infinitely many labels, which brings a small model near the optimum that
 prices assume (first-order changes vanish there) in few steps. Losses are expectations under the generator's known p, on the same rows for all.
@@ -13,7 +13,7 @@ On a CPU products are emulated, on a GPU they are the real kernels; times of `pl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -35,9 +35,12 @@ from studies.loka.roofline import time_us
 from studies.loka.rules import best_single, loka, oracle, torchao_all, torchao_filter
 from studies.loka.site import BASE, Plan, Site
 from studies.loka.training import Learner, Training, train
-from suite.measure import Context, Result
+from suite.measure import Context, Result, weakest
+from suite.stats import Interval
 
 __all__ = ["calibration_of", "flips", "gradients", "planners", "restored", "summary", "trained"]
+
+Clock = Callable[..., float | None]
 
 
 def trained(ctx: Context, *, training: dict, data: dict) -> Result:
@@ -118,46 +121,60 @@ def gradients(ctx: Context, *, training: dict, data: dict, products: dict, batch
     )  # fmt: skip
 
 
-def planners(ctx: Context, *, training: dict, data: dict, rows: int, chunk: int, budget: float, examples: int, width: int) -> Result:
-    """Every planner's plan for a training step, from the same candidates: time, predicted and measured change of log-loss.
+def planners(ctx: Context, *, training: dict, data: dict, rows: int, chunk: int, budget: float, examples: int, width: int = 1) -> Result:
+    """Every planner's plan for a training step of `examples`, from the same candidates: time, predicted and measured change of log-loss.
 
-    Times are simulated, for `examples` a step and sites `width` times as wide as the model's (a small model stands for a large one of its shape).
-    The measured change is that of the forward products, relative to the log-loss, on `rows` paired rows; gradients' prices are predicted only.
-    Records: "planners", one a planner; "plans", by planner. Metrics: plan_speedup over bf16 and plan_loss_change with its 95% upper bound, of ours;
-    plan_over_single, our speed over that of the best single recipe within the budget; products in FP8.
+    Times are those of the input cell "times" (studies.loka.site_times of this model, size and batch) where it is given, else simulated, for sites `width`
+    times as wide as the model's, so that a small model stands for a large one of its shape. The measured change is that of the forward products,
+    relative to the log-loss, on `rows` paired rows; gradients' prices are predicted only. Records: "planners", one a planner; "plans", by planner.
+    Metrics, of ours: plan_speedup over bf16, plan_over_single over the best single recipe within the budget, plan_products in FP8, plan_loss_change
+    with its 95% upper bound.
     """
     learner, planted = restored(ctx, training, data)
-    registry = trace(learner.model, *_inputs(learner, planted.batch(0, 64))[:2])
+    registry = trace(learner.model, *_inputs(learner, planted.batch(0, 64).to(ctx.device))[:2])
+    clock, kind = _clock(ctx)
     sites = [_widened(s, examples / 64, width) for s in registry.sites]
     points, errors = ctx.input_record("flips", "points"), ctx.input_record("gradients", "errors")
-    rows_of = list(test_batches(planted, rows, chunk))
-    base = _losses(learner, learner.model, rows_of)
-    budget_nats = budget * float(base.mean())
-    plans = _plans(learner, sites, points, errors, budget_nats)
+    batches = list(_test_part(planted, rows, chunk))
+    base = _losses(learner, learner.model, batches)
+    plans = _plans(learner, sites, points, errors, clock, budget * float(base.mean()))
     prices = {(p["site"], "forward", p["recipe"]): p["error"] for p in points} | {(e["site"], e["which"], e["recipe"]): e["price"] for e in errors}
-    found = []
+    found, seen = [], {}
     for name, plan in plans.items():
-        forward = Plan(recipes={s: {"forward": r["forward"]} for s, r in plan.recipes.items() if "forward" in r})
-        change = relative_change(_losses(learner, apply(learner.model, forward, *_inputs(learner, rows_of[0])[:2]), rows_of), base) if forward.recipes else None
-        asked = [(s, which, recipe) for s, passes in plan.recipes.items() for which, recipe in passes.items()]
-        found.append({
-            "planner": name, "made_by": plan.made_by, "products": len(asked), "heads": sum(s.head and "forward" in plan.recipes.get(s.name, {}) for s in sites),
-            "step_us": _step_us(sites, plan), "speedup": _step_us(sites, Plan()) / _step_us(sites, plan), "time_kind": "simulated",
-            "predicted": sum(max(prices[a], 0.0) for a in asked) / float(base.mean()) if all(a in prices for a in asked) else None,
-            "predicted_forward": sum(max(prices[a], 0.0) for a in asked if a[1] == "forward") / float(base.mean()) if all(a in prices for a in asked) else None,
-            **({"measured": change.value, "low": change.low, "high": change.high} if change else {"measured": 0.0, "low": 0.0, "high": 0.0}),
-        })  # fmt: skip
+        forward = {s: {"forward": r["forward"]} for s, r in plan.recipes.items() if "forward" in r}
+        if str(forward) not in seen:
+            model = apply(learner.model, Plan(recipes=forward), *_inputs(learner, batches[0].to(ctx.device))[:2])
+            seen[str(forward)] = relative_change(_losses(learner, model, batches), base) if forward else None
+        found.append(_line(name, plan, sites, clock, prices, float(base.mean()), seen[str(forward)]) | {"time_kind": kind})
     of = {f["planner"]: f for f in found}
+    ours = of["ours"]
     return Result(
-        metrics={"plan_speedup": of["ours"]["speedup"], "plan_loss_change": of["ours"]["measured"], "plan_loss_high": of["ours"]["high"],
-                 "plan_over_single": of["ours"]["speedup"] / of["best-single-in-budget"]["speedup"], "plan_products": float(of["ours"]["products"])},
-        records={"planners": found, "plans": {name: {"recipes": plan.recipes, "made_by": plan.made_by} for name, plan in plans.items()}}, kind="simulated",
+        metrics={"plan_speedup": ours["speedup"], "plan_over_single": ours["speedup"] / of["best-single-in-budget"]["speedup"], "plan_products": float(ours["products"]),
+                 "plan_loss_change": ours["measured"], "plan_loss_high": ours["high"]},
+        records={"planners": found, "plans": {name: {"recipes": plan.recipes, "made_by": plan.made_by} for name, plan in plans.items()}},
+        kind=weakest([kind, _kind(ctx)]),
     )  # fmt: skip
 
 
-def _plans(learner: Learner, sites: Sequence[Site], points: Sequence[dict], errors: Sequence[dict], budget: float) -> dict[str, Plan]:
-    candidates = _candidates(sites, points, errors, "error", "mere")
-    in_sums = _candidates(sites, points, errors, "error", "mere_of_sums")
+def _clock(ctx: Context) -> tuple[Clock, str]:
+    """(us(site, pass, recipe, sure), the kind of those times); None for what was not timed, and with `sure` for what is not clearly faster than bf16."""
+    if "times" not in ctx.inputs:
+        return lambda site, which, recipe, sure=False: time_us(site.gemm(which), gemm(recipe)), "simulated"
+    of: dict[tuple, list[dict]] = {}
+    for line in ctx.input_record("times", "times"):
+        of.setdefault((line["which"], line["batch"], line["m"], line["n"], line["k"], line["recipe"]), []).append(line)
+
+    def measured_us(site: Site, which: str, recipe: str, sure: bool = False) -> float | None:
+        lines = of.get((which, site.batch, site.m, site.n, site.k, recipe), [])
+        if recipe == BASE and not lines:
+            raise ValueError(f"every product has a time in {BASE}, got none of the {which} of {site}; run site_times for this model, size and batch")
+        return min((x["us"] for x in lines if recipe == BASE or not sure or x["log_speedup_low"] > 0), default=None)
+
+    return measured_us, "measured"
+
+
+def _plans(learner: Learner, sites: Sequence[Site], points: Sequence[dict], errors: Sequence[dict], clock: Clock, budget: float) -> dict[str, Plan]:
+    candidates = _candidates(sites, points, errors, clock, "error", "mere")
     return {
         "bf16": Plan(made_by="bf16"),
         "torchao": torchao_all(learner.model, sites, "tensorwise"),
@@ -165,26 +182,38 @@ def _plans(learner: Learner, sites: Sequence[Site], points: Sequence[dict], erro
         "best-single": best_single(candidates),
         "best-single-in-budget": best_single(candidates, budget=budget),
         "loka": loka(candidates),
-        "loka-sums": loka(in_sums),
+        "loka-sums": loka(_candidates(sites, points, errors, clock, "error", "mere_of_sums")),
         "greedy": greedy(candidates, budget=budget).plan,
         "ours": allocate(candidates, budget=budget).plan,
-        "oracle": oracle(_candidates(sites, points, errors, "measured", "mere"), budget=budget).plan,
+        "oracle": oracle(_candidates(sites, points, errors, clock, "measured", "mere"), budget=budget).plan,
     }
 
 
-def _candidates(sites: Sequence[Site], points: Sequence[dict], errors: Sequence[dict], loss: str, mere: str) -> list[Candidate]:
-    """bf16 for each product of a step, and what was priced: forward products by `loss`, the others by their price."""
+def _candidates(sites: Sequence[Site], points: Sequence[dict], errors: Sequence[dict], clock: Clock, loss: str, mere: str) -> list[Candidate]:
+    """bf16 for each product of a step, and what was priced and is surely timed: forward products by `loss`, the others by their price."""
     of = {s.name: s for s in sites}
-    asked = [(p["site"], "forward", p["recipe"], p[loss], p[mere]) for p in points] + [(e["site"], e["which"], e["recipe"], e["price"], e[mere]) for e in errors]
-    return [
-        *(Candidate(site=s.name, which=which, recipe=BASE, time_us=time_us(s.gemm(which), gemm(BASE)), loss=0.0, mere=0.0) for s in sites for which in s.passes),
-        *(Candidate(site=site, which=which, recipe=recipe, time_us=time_us(of[site].gemm(which), gemm(recipe)), loss=cost, mere=math.inf if m is None else m)
-          for site, which, recipe, cost, m in asked if which in of[site].passes),
-    ]  # fmt: skip
+    asked = [(of[p["site"]], "forward", p["recipe"], p[loss], p[mere]) for p in points] + [(of[e["site"]], e["which"], e["recipe"], e["price"], e[mere]) for e in errors]
+    found = [Candidate(site=s.name, which=which, recipe=BASE, time_us=clock(s, which, BASE), loss=0.0, mere=0.0) for s in sites for which in s.passes]
+    for site, which, recipe, cost, error in asked:
+        if which in site.passes and (us := clock(site, which, recipe, sure=True)) is not None:
+            found.append(Candidate(site=site.name, which=which, recipe=recipe, time_us=us, loss=cost, mere=math.inf if error is None else error))
+    return found
 
 
-def _step_us(sites: Sequence[Site], plan: Plan) -> float:
-    return sum(time_us(s.gemm(which), plan.recipe(s.name, which)) for s in sites for which in s.passes)
+def _line(name: str, plan: Plan, sites: Sequence[Site], clock: Clock, prices: dict, log_loss: float, change: Interval | None) -> dict:
+    """What the table says of one planner; a time or price is None where one of its products was not timed or priced. Losses are relative."""
+    asked = [(s, which, recipe) for s, passes in plan.recipes.items() for which, recipe in passes.items()]
+    times = [clock(s, which, plan.recipe(s.name, which).name) for s in sites for which in s.passes]
+    base_us = sum(clock(s, which, BASE) for s in sites for which in s.passes)
+    step_us = None if None in times else sum(times)
+    known = all(a in prices for a in asked)
+    return {
+        "planner": name, "made_by": plan.made_by, "products": len(asked), "heads": sum(s.head and "forward" in plan.recipes.get(s.name, {}) for s in sites),
+        "step_us": step_us, "speedup": base_us / step_us if step_us else None,
+        "predicted": sum(max(prices[a], 0.0) for a in asked) / log_loss if known else None,
+        "predicted_forward": sum(max(prices[a], 0.0) for a in asked if a[1] == "forward") / log_loss if known else None,
+        **({"measured": change.value, "low": change.low, "high": change.high} if change else {"measured": 0.0, "low": 0.0, "high": 0.0}),
+    }  # fmt: skip
 
 
 def _widened(site: Site, examples: float, width: int) -> Site:
@@ -197,7 +226,7 @@ def _widened(site: Site, examples: float, width: int) -> Site:
 
 @torch.no_grad()
 def _losses(learner: Learner, model: nn.Module, batches: Sequence[Batch]) -> torch.Tensor:
-    moved = [b.to(learner.device) for b in batches]
+    moved = (b.to(learner.device) for b in batches)
     return torch.cat([losses(model(*_inputs(learner, b)[:2]), b.p).cpu() for b in moved])
 
 
@@ -233,7 +262,7 @@ def calibration_of(learner: Learner, batch: Batch) -> tuple[Registry, Taps]:
 def measured(learner: Learner, registry: Registry, planted: Planted, recipes: dict, rows: int, chunk: int) -> tuple[torch.Tensor, dict]:
     """(losses of the model as it is [rows], (site, recipe) -> change of each row's loss), on the first `rows` of the test part."""
     base, changes = [], {}
-    for batch in test_batches(planted, rows, chunk):
+    for batch in _test_part(planted, rows, chunk):
         batch = batch.to(learner.device)
         for site, recipe, logits in flipped_logits(registry, _inputs(learner, batch)[:2], recipes):
             if site:
@@ -243,7 +272,7 @@ def measured(learner: Learner, registry: Registry, planted: Planted, recipes: di
     return torch.cat(base).cpu(), {key: torch.cat(parts) for key, parts in changes.items()}
 
 
-def test_batches(planted: Planted, rows: int, chunk: int) -> Iterator[Batch]:
+def _test_part(planted: Planted, rows: int, chunk: int) -> Iterator[Batch]:
     for i in range(-(-rows // chunk)):
         yield planted.batch(i, chunk, part="test")[: rows - i * chunk]
 
