@@ -20,7 +20,7 @@ from studies.loka.tost import MARGIN, neutrality, relative_changes
 from suite.claims import Finding, Row, View
 from suite.stats import Equivalence, mean_interval
 
-RESAMPLES, SEED = 1000, 0
+RESAMPLES, SEED = 500, 0
 
 
 def runs(view: View, **where) -> dict[str, list[Row]]:
@@ -55,7 +55,7 @@ def folded(changes: Sequence[float], rows: Sequence[Row], absent: int, note: str
     """The mean's size; the interval at a confidence c is the (2c - 1) one of the mean, as two one-sided tests read it."""
 
     def at(confidence: float) -> tuple[float, float]:
-        i = mean_interval(changes, 2 * confidence - 1)
+        i = mean_interval(changes, max(2 * confidence - 1, 1e-9))
         ends = sorted((abs(i.low), abs(i.high)))
         return (0.0 if i.low <= 0 <= i.high else ends[0]), ends[1]
 
@@ -116,9 +116,11 @@ def points_of(row: Row) -> list[dict]:
 
 
 def rank(points: Points, predicted: str = "error") -> float:
-    from scipy.stats import spearmanr
+    """Spearman's rank correlation; NaN where either has one value only."""
+    from scipy.stats import rankdata
 
-    return float(spearmanr([p[predicted] for p in points], [p["measured"] for p in points]).statistic)
+    ranks = [rankdata([p[key] for p in points]) for key in (predicted, "measured")]
+    return float(np.corrcoef(*ranks)[0, 1]) if min(map(np.ptp, ranks)) > 0 else math.nan
 
 
 def slope(points: Points) -> float:
