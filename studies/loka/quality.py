@@ -42,6 +42,8 @@ __all__ = ["UNIFORM", "Source", "arm_plan", "evaluate", "planted_source", "quali
 UNIFORM = {"bf16": "bf16", "bf16-perturbed": "bf16", "naive": "tensorwise", "planted-bad": "planted-bad"}  # arm -> the layer recipe of every site
 PERTURBED = "bf16-perturbed"
 TEST_BATCH = 4096
+RATES = {"small": (2e-3, 0.2)}  # size -> Adam's rate and the tables'
+LARGE_RATES = (1e-4, 0.01)  # Adam moves every weight alike, and a product adds those steps up over thousands of inputs; so do 760 tables
 TEACHER = 1000  # the seed of the planted teacher, one for all runs
 
 
@@ -56,13 +58,16 @@ class Source:
 
 def quality(
     ctx: Context, *, arm: str, model: str, size: str, mods: str, data: str, steps: int, batch: int, test_rows: int, table_rows: int = 1000,
-    dense_rate: float = 2e-3, table_rate: float = 0.2,
+    dense_rate: float | None = None, table_rate: float | None = None,
 ) -> Result:  # fmt: skip
-    """Metrics log_loss (nats, lower is better), normalised_entropy, auc, bayes_log_loss where known, and diverged, 1 where no loss is finite.
+    """Metrics: log_loss (nats, lower is better), normalised_entropy, auc, bayes_log_loss (what no model can beat on these rows, where it is known),
+    and diverged, 1 where logits are not finite. Array train_loss: one a step. Record plan. Rates not given are the size's in RATES.
 
-    bayes_log_loss is what no model can beat on these rows. Arrays: the training loss of each step. Records: the plan.
+    Raises ValueError for an arm, a model, a size, Mods or data of another name, and for sizes that make no sense.
     """
-    config = Training(model=model, size=size, mods=mods, steps=steps, batch=batch, table_rows=table_rows, dense_rate=dense_rate, table_rate=table_rate)
+    dense, table = RATES.get(size, LARGE_RATES)
+    config = Training(model=model, size=size, mods=mods, steps=steps, batch=batch, table_rows=table_rows,
+                      dense_rate=dense if dense_rate is None else dense_rate, table_rate=table if table_rate is None else table_rate)  # fmt: skip
     source = source_named(data, batch=batch, first=ctx.seed * steps, test_rows=test_rows)
     learner = Learner(config, seed=ctx.seed, device=ctx.device)
     if arm == PERTURBED:

@@ -246,6 +246,16 @@ def test_a_cell_reports_losses_against_what_no_model_can_beat(tmp_path):
     assert all(set(passes.values()) == {"bf16"} for passes in result.records["plan"]["recipes"].values())
 
 
+def test_rates_that_are_given_replace_the_sizes_own(tmp_path):
+    def curve(**rates) -> np.ndarray:
+        return cells.quality(Context(device="cpu", seed=1, state_dir=tmp_path), arm="bf16", **{**CELL, "steps": 3, "test_rows": 64}, **rates).arrays["train_loss"]
+
+    dense, table = cells.RATES["small"]
+    own = curve()
+    assert np.array_equal(own, curve(dense_rate=dense, table_rate=table))
+    assert own[2] != curve(dense_rate=dense / 2)[2] != curve(table_rate=table / 2)[2] != own[2]
+
+
 def test_arms_of_planners_are_read_from_the_input_and_named_whole(tmp_path):
     (tmp_path / "plans.json").write_text(json.dumps({"ours": {"recipes": {"a:linear": {"forward": "rowwise"}}, "made_by": "milp"}, "odd": {"recipes": {"c:linear": {}}}}))
     ctx = Context(device="cpu", inputs={"planners": tmp_path})
