@@ -150,17 +150,20 @@ def test_products_are_joined_where_a_tile_holds_the_norms_blocks_and_stay_within
 
 
 def test_a_product_that_is_read_twice_is_not_joined() -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
+    class Pair(nn.Module):
+        def __init__(self, block: int, residual: bool) -> None:
             super().__init__()
-            self.a, self.b, self.norm = nn.Linear(512, 512), nn.Linear(512, 512), BlockNorm(512)
+            self.a, self.b, self.norm, self.residual = nn.Linear(1024, 1024), nn.Linear(1024, 1024), BlockNorm(1024, block), residual
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.a(x)
-            return y + self.b(nn.functional.hardswish(self.norm(y)))
+            z = self.b(nn.functional.hardswish(self.norm(y)))
+            return y + z if self.residual else z
 
-    registry = trace(Residual(), torch.randn(4, 512, generator=torch.Generator().manual_seed(1)))
-    assert not edges(registry, Plan(recipes={"a:linear": {"forward": "blockwise"}, "b:linear": {"forward": "blockwise"}}))
+    plan = Plan(recipes={"a:linear": {"forward": "blockwise"}, "b:linear": {"forward": "blockwise"}})
+    joined = lambda block, residual: list(edges(trace(Pair(block, residual), bell_rows(4, 1024, 1, "cpu").float()), plan))  # noqa: E731
+    assert joined(256, False) == ["b:linear"] and joined(256, True) == []
+    assert joined(512, False) == []  # a tile is 256 features wide
 
 
 # ---------------------------------------------------------------- a step
