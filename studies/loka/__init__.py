@@ -10,22 +10,15 @@ Works on any PyTorch model that torch.fx can trace, in parts where not in whole:
 below is loaded when it is first used.
 """
 
-import importlib
-import sys
-from types import ModuleType
-
 _EXPORTS = {
-    "Allocation": "studies.loka.allocate",
-    "Candidate": "studies.loka.allocate",
     "Dispatch": "studies.loka.dispatch",
     "Plan": "studies.loka.site",
+    "Probe": "studies.loka.probe",
     "Reading": "studies.loka.dispatch",
     "Registry": "studies.loka.registry",
     "Rules": "studies.loka.dispatch",
     "Site": "studies.loka.site",
-    "allocate": "studies.loka.allocate",
     "apply": "studies.loka.apply",
-    "frozen": "studies.loka.frozen",
     "fused": "studies.loka.fuse",
     "judged": "studies.loka.planning",
     "plan": "studies.loka.planning",
@@ -40,17 +33,8 @@ __all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str):
+    import importlib
+
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-class _Package(ModuleType):
-    """Importing studies.loka.apply sets an attribute `apply` here, the module. Where a verb has its module's name, the verb keeps it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in _EXPORTS or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

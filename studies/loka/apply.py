@@ -25,6 +25,7 @@ from studies.loka.products import Form, Multiply
 from studies.loka.registry import Registry, trace
 from studies.loka.sharing import shared_copy, with_forward
 from studies.loka.site import Plan
+from studies.loka.verbs import callable_module
 
 __all__ = ["Replacement", "apply", "recipe_of", "replacement", "rewrite"]
 
@@ -123,3 +124,6 @@ def _erase_unread(nodes: Sequence[fx.Node]) -> None:
             inputs = node.all_input_nodes
             node.graph.erase_node(node)
             _erase_unread(inputs)
+
+
+callable_module(__name__)

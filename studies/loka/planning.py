@@ -1,12 +1,13 @@
 """Planning without prices: for any model, the fastest recipe of each product whose rows stay clear of a threshold in dB.
 
-    plan = plan(readings, speedups={("a:linear", "forward", "rowwise-fast"): 1.3, ...})
-    dispatch.after(step=..., readings=judged(plan, readings, speedups))        # the same judgement while the model trains
+    found = plan(readings, speedups={("a:linear", "forward", "rowwise-fast"): 1.3, ...})
+    dispatch.after(step=..., readings=judged(found, readings, speedups))       # the same judgement while the model trains
 
 A recipe is taken where the lower 95% bound of its tail, the 1st percentile of the rows' predicted SQNR, is at the product's threshold or above
-(studies.loka.safety_map derives the three thresholds), and the lower 95% bound of its measured speed-up above 1. A product with fewer than 299 rows has no
-1st percentile: the lowest quantile is read that its rows support, and of fewer than 6 rows the SQNR of all together. Without `speedups` nothing is known of time:
-the plan then says what is safe, and its `made_by` says that.
+(studies.loka.safety_map derives them), and the lower 95% bound of its measured speed-up above 1. A product with fewer than 299 rows has no
+1st percentile: the lowest quantile is read that its rows support, and of fewer than 6 rows the SQNR of all together. Heads stay in
+bf16: a logit needs 32 dB, which a product in E4M3 does not have. Without `speedups` nothing is known of time: the plan then says what is safe, and its
+`made_by` says that.
 
 Where a model's loss is a log-loss, pricing in nats decides better: studies.loka.price with studies.loka.allocate.
 """
@@ -19,15 +20,16 @@ from collections.abc import Mapping
 from kernels.fp8.recipes import gemm
 from studies.loka.dispatch import Reading
 from studies.loka.predict import FEWEST_ROWS, MAX_DB, Prediction, predict
-from studies.loka.readings import Readings, SiteReading
-from studies.loka.safety_map import GRADIENT_DB, HEAD_DB, INNER_DB
-from studies.loka.site import Plan, Site
+from studies.loka.readings import Readings
+from studies.loka.safety_map import GRADIENT_DB, INNER_DB
+from studies.loka.site import Plan
 from suite.stats import Interval
 
-__all__ = ["PREFERRED", "judged", "plan", "tail", "threshold_db"]
+__all__ = ["PREFERRED", "THRESHOLDS_DB", "judged", "plan", "tail"]
 
 Speedups = Mapping[tuple[str, str, str], float]  # (site, pass, recipe) -> lower 95% bound of bf16's time over its own, quantising included
 PREFERRED = ("rowwise-fast", "rowwise", "rowwise-p2", "tensorwise-fast", "tensorwise", "blockwise", "blockwise-both", "rowwise-grad", "tensorwise-grad")
+THRESHOLDS_DB = {"forward": INNER_DB, "dgrad": GRADIENT_DB, "wgrad": GRADIENT_DB}
 SUPPORT = 0.01 * FEWEST_ROWS * (1 + 1e-9)  # rows below a quantile that its lower bound takes; more than that by rounding
 
 
@@ -35,9 +37,9 @@ def plan(readings: Readings, *, speedups: Speedups | None = None, model: str = "
     """For each site and pass the recipe with the largest speed-up among those that are safe; without `speedups`, the first of PREFERRED."""
     chosen: dict[str, dict[str, str]] = {}
     for name, reading in readings.sites.items():
-        for which in reading.passes:
+        for which in reading.passes if not reading.site.head else ():
             for recipe in _candidates(name, which, speedups):
-                if tail(predict(reading, which, gemm(recipe))).low >= threshold_db(reading.site, which):
+                if tail(predict(reading, which, gemm(recipe))).low >= THRESHOLDS_DB[which]:
                     chosen.setdefault(name, {})[which] = recipe
                     break
     rule = "safe by predicted rows, fastest by measured speed-up" if speedups is not None else "safe by predicted rows; nothing is known of time"
@@ -54,13 +56,6 @@ def judged(plan: Plan, readings: Readings, speedups: Speedups) -> list[Reading]:
                 db = tail(predict(reading, which, gemm(recipe)))
                 found.append(Reading(site=site, which=which, recipe=recipe, sqnr_low_db=db.low, sqnr_high_db=db.high, speedup_low=speedups[site, which, recipe]))
     return found
-
-
-def threshold_db(site: Site, which: str) -> float:
-    """What the rows of a product need."""
-    if which != "forward":
-        return GRADIENT_DB
-    return HEAD_DB if site.head else INNER_DB
 
 
 def tail(prediction: Prediction) -> Interval:

@@ -30,6 +30,7 @@ from studies.loka.readings import Readings, SiteReading
 from studies.loka.registry import trace
 from studies.loka.site import Site
 from studies.loka.sketch import ROWS, Sketch, sketch
+from studies.loka.verbs import callable_module
 
 __all__ = ["Probe", "bytes_read", "probe"]
 
@@ -141,3 +142,6 @@ def bytes_read(sites: Iterable[Site], *, backward: bool = True, element_bytes: i
         operands = s.m * s.k + (s.m * s.n if backward else 0)
         total += element_bytes * (READS_LAYER * (operands + s.n * s.k) if s.op == "linear" else READS_BATCHED * s.batch * (operands + s.n * s.k))
     return total
+
+
+callable_module(__name__)
