@@ -16,6 +16,8 @@ or column may be shorter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -42,19 +44,29 @@ def scale_shape(shape: tuple[int, ...], granularity: str) -> tuple[int, ...]:
 
 def amax_ref(x_RC: torch.Tensor, granularity: str) -> torch.Tensor:
     """The largest finite |x| of every group, 0 for a group without one -> float32 of `scale_shape`. x: [..., R, C]."""
-    shape = scale_shape(tuple(x_RC.shape), granularity)
     if x_RC.numel() == 0:
-        return torch.zeros(shape, dtype=torch.float32, device=x_RC.device)
-    a = x_RC.float().abs()
-    a = torch.where(a < float("inf"), a, 0.0)  # false for NaN
+        return torch.zeros(scale_shape(tuple(x_RC.shape), granularity), dtype=torch.float32, device=x_RC.device)
+    x = x_RC.float()
+    top = torch.maximum(_reduce(x, granularity, torch.amax), -_reduce(x, granularity, torch.amin))  # ten times faster than abs on a CPU
+    if top.isfinite().all():  # NaN and infinities come through both
+        return top
+    a = x.abs()
+    return _reduce(torch.where(a < float("inf"), a, 0.0), granularity, torch.amax)
+
+
+def _reduce(x: torch.Tensor, granularity: str, most: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """amax or amin of every group; zeros fill the blocks that are cut off."""
+    shape = scale_shape(tuple(x.shape), granularity)
     if granularity == "tensor":
-        return a.amax()
+        return most(x)
     if granularity == "row":
-        return a.amax(-1, keepdim=True)
-    *batch, r, c = x_RC.shape
+        return most(x, -1, keepdim=True)
+    *batch, r, c = x.shape
     rows = r if granularity == "block" else shape[-2] * BLOCK
-    a = torch.nn.functional.pad(a, (0, shape[-1] * BLOCK - c, 0, rows - r)).view(*batch, rows, shape[-1], BLOCK).amax(-1)
-    return a if granularity == "block" else a.view(*batch, shape[-2], BLOCK, shape[-1]).amax(-2)
+    if (rows, shape[-1] * BLOCK) != (r, c):
+        x = torch.nn.functional.pad(x, (0, shape[-1] * BLOCK - c, 0, rows - r))
+    x = most(x.reshape(*batch, rows, shape[-1], BLOCK), -1)
+    return x if granularity == "block" else most(x.view(*batch, shape[-2], BLOCK, shape[-1]), -2)
 
 
 def scale_rule_ref(amax: torch.Tensor, fmt: Format, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,9 +90,12 @@ def _exponent_of_max(fmt: Format) -> int:
 
 def expand_scale(scale: torch.Tensor, shape: tuple[int, ...], granularity: str) -> torch.Tensor:
     """Scales of `scale_shape(shape)`, broadcastable against a tensor of `shape`."""
-    if granularity in ("block", "square"):
-        scale = scale.repeat_interleave(BLOCK, -1)[..., : shape[-1]]
-    return scale.repeat_interleave(BLOCK, -2)[..., : shape[-2], :] if granularity == "square" else scale
+    if granularity not in ("block", "square"):
+        return scale
+    high = BLOCK if granularity == "square" else 1
+    *batch, rows, blocks = scale.shape
+    wide = scale[..., :, None, :, None].expand(*batch, rows, high, blocks, BLOCK).reshape(*batch, rows * high, blocks * BLOCK)
+    return wide[..., : shape[-2], : shape[-1]]
 
 
 # ---- the same rule inside kernels ----------------------------------------------------------------------------------------------

@@ -232,6 +232,7 @@ def test_kernels_compile_to_wide_accesses_and_saturating_casts_without_spills(na
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 4 and not re.search(r"ld\.global\S*\.b(8|16)\b", ptx)
     assert ".local" not in ptx and "st.local" not in ptx
     assert not re.search(r"(min|max)\.NaN", ptx), "triton#11111"
+    assert ".ftz" not in ptx, "subnormal numbers are kept"
     assert not re.search(r"\b(atom|red)\.|div\.(full|approx)|fma\.rn.*approx", ptx)
     if "FP8" in constants:
         assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= 2 and not re.search(r"st\.global\S*\.b8\b", ptx)
