@@ -5,11 +5,14 @@ import math
 import random
 
 import pytest
+import torch
 from torch import nn
 
 from studies.loka.allocate import Candidate, allocate, greedy
+from studies.loka.registry import trace
 from studies.loka.rules import best_single, converts, loka, oracle, torchao_all, torchao_filter, uniform
 from studies.loka.site import Plan, Site
+from studies.models.recommenders import MODELS
 
 FP8 = ("tensorwise-fast", "rowwise-fast", "blockwise")
 # Sums of at most 8 numbers in different orders: 8 roundings of 2^-53 each, with a factor of 100 to spare.
@@ -201,23 +204,11 @@ def test_torchao_s_filter_at_its_thresholds(recipe, n, k, taken):
     assert converts(n, k, recipe) is taken
 
 
-def dlrm_v2() -> tuple[nn.Module, list[Site]]:
-    """MLPerf's DLRM-v2: the 8 linear layers of its two MLPs, and the 6 products of its cross network, which are parameters without a module."""
-    bottom, over = (13, 512, 256, 128), (3456, 1024, 1024, 512, 256, 1)
-    model = nn.ModuleDict({
-        "bottom": nn.Sequential(*(nn.Linear(k, n, device="meta") for k, n in itertools.pairwise(bottom))),
-        "over": nn.Sequential(*(nn.Linear(k, n, device="meta") for k, n in itertools.pairwise(over))),
-        "cross": nn.Module(),
-    })  # fmt: skip
-    sites = [Site(name=f"{name}:linear", op="linear", batch=1, m=8192, n=m.out_features, k=m.in_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    sites += [Site(name=f"cross:linear#{i + 1}", op="linear", batch=1, m=8192, n=n, k=k) for i, (n, k) in enumerate([(512, 3456), (3456, 512)] * 3)]
-    return model, sites
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_torchao_s_filter_converts_none_of_the_8_linear_layers_of_dlrm_v2(recipe):
-    model, sites = dlrm_v2()
-    assert len(sites) == 14
+    model = MODELS["dlrm_v2"](size="mlperf", device="meta")
+    sites = trace(model, torch.empty(8, 13, device="meta"), torch.empty(8, 26, 128, device="meta")).sites
+    assert len(sites) == 14  # with the 6 products of the cross network, which are parameters without a module of their own
     assert torchao_filter(model, sites, recipe).recipes == {}
     everything = torchao_all(model, sites, recipe).recipes
     assert len(everything) == 8 and not any(name.startswith("cross") for name in everything)

@@ -124,6 +124,11 @@ def test_measured_times_take_the_place_of_simulated_ones(done, tmp_path):
         cells.planners(timed, training=TRAINING, data=DATA, rows=600, chunk=600, budget=1e-2, examples=128)
 
 
+def test_torchao_s_filter_sees_8_of_the_14_products_of_dlrm_v2_and_converts_none():
+    found = cells.filters(Context(device="cpu"), model="dlrm_v2", size="mlperf").metrics
+    assert found == {"sites": 14.0, "linear_layers": 8.0, "filter_tensorwise": 0.0, "filter_rowwise": 0.0}
+
+
 def test_the_parameters_of_another_model_are_refused(done):
     with pytest.raises(ValueError, match="the model that was trained"):
         cells.restored(done[0], {**TRAINING, "model": "dlrm_v2"}, DATA)
@@ -147,6 +152,7 @@ def test_changes_below_zero_count_in_the_ranks_and_have_no_slope():
     points = [point(10.0**-i, 10.0**-i, site=str(i)) for i in range(1, 9)] + [point(1e-2, -1e-2, site="n")]
     found = cells.summary(points)
     assert found["negative"] == 1.0 and found["rank_correlation"] < 1.0 and found["slope"] == pytest.approx(1.0)
+    assert found["rank_noise"] == 0.0  # the same noise everywhere ranks nothing
     assert cells.summary(points[:3]) == {"points": 3.0, "excluded": 0.0, "negative": 0.0}
 
 

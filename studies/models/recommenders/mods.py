@@ -131,6 +131,8 @@ def build(make: Callable[[], nn.Module], *, seed: int, device: torch.device | st
     """
     with torch.device("meta"):
         module = make()
+    if torch.device(device).type == "meta":  # sizes without values
+        return module
     module = module.to_empty(device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
     with torch.no_grad():
