@@ -58,9 +58,28 @@ class Quality:
     size: str = "small"
     mods: str = ""
     data: str = "planted"
+    planned: bool = False  # also the arms "ours" and "loka", by the plans of the `pricing` of this size
     steps: int = 60
     batch: int = 256
     test_rows: int = 16384
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pricing:
+    """A Wukong trained on known probabilities; every site in every recipe, one at a time; all planners from those prices."""
+
+    size: str = "small"
+    steps: int = 400
+    batch: int = 1024
+    largest: int = 50  # ids of the largest field: a model near its optimum needs few steps
+    forward: tuple[str, ...] = ("tensorwise-fast", "rowwise-fast", "blockwise", "e5m2-tensorwise")
+    rows: int = 32768
+    calibration: int = 4096
+    budget: float = 2e-4
+    examples: int = 8192  # of the step that planners plan
+    width: int = 32  # simulated times are those of sites so many times as wide
+    timed: bool = False  # planners take measured times of this model's products instead
     device: str = "cpu"
 
 
@@ -94,6 +113,7 @@ class Config:
 
     map: Map | None = None
     real: Real | None = None
+    pricing: tuple[Pricing, ...] = ()
     quality: tuple[Quality, ...] = ()
     timing: Timing | None = None
     steps: tuple[Steps, ...] = ()
@@ -106,7 +126,7 @@ def smoke() -> Config:
 
 
 def cpu() -> Config:
-    return Config(map=Map(), real=Real(), quality=(Quality(),))
+    return Config(map=Map(), real=Real(), pricing=(Pricing(),), quality=(Quality(planned=True),))
 
 
 def gpu() -> Config:
@@ -116,5 +136,7 @@ def gpu() -> Config:
     both = (True, False)
     steps = (Steps(**wukong, mods="", variants=naive), *(Steps(**wukong, training=t) for t in both))
     steps += tuple(Steps(model=m, size=s, batch=b, training=t, replicates=2) for m, s, b in others for t in both)
-    quality = (Quality(size="0.53", steps=400, batch=4096, test_rows=2_097_152, device="cuda"), *(Quality(mods=m, arms=("bf16",), steps=2000, batch=2048, test_rows=1_048_576, device="cuda") for m in MODS_2K))
-    return Config(map=Map(rows=2048, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), quality=quality, timing=Timing(), steps=steps, mods_latency=True)
+    pricing = (Pricing(steps=2000, rows=1_048_576, device="cuda"),
+               Pricing(size="0.53", batch=4096, largest=100_000, rows=262_144, calibration=1024, examples=4096, timed=True, device="cuda"))  # fmt: skip
+    quality = (Quality(size="0.53", planned=True, steps=400, batch=4096, test_rows=2_097_152, device="cuda"), *(Quality(mods=m, arms=("bf16",), steps=2000, batch=2048, test_rows=1_048_576, device="cuda") for m in MODS_2K))
+    return Config(map=Map(rows=2048, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), pricing=pricing, quality=quality, timing=Timing(), steps=steps, mods_latency=True)

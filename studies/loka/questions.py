@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from studies.loka.model_sites import model_sites
-from studies.loka.presets import DGRAD, FORWARD, WGRAD, Config, Map, Quality, Real, Steps, Timing
+from studies.loka.presets import DGRAD, FORWARD, WGRAD, Config, Map, Pricing, Quality, Real, Steps, Timing
 from studies.loka.shapes import SHAPES, Shape
 from suite.cell import Cell, Needs
 
@@ -26,7 +26,9 @@ FEWEST_ROWS = 16  # of a product: below, FP8 would multiply padding
 def questions(config: Config) -> list[Cell]:
     out = _map(config.map, config.seed) if config.map else []
     out += _real(config.real, config.seed) if config.real else []
-    out += [cell for q in config.quality for cell in _quality(q)]
+    priced = {p.size: _pricing(p) for p in config.pricing}
+    out += [cell for cells in priced.values() for cell in cells]
+    out += [cell for q in config.quality for cell in _quality(q, priced[q.size][-1] if q.planned else None)]
     out += _timing(config.timing) if config.timing else []
     return out + _whole_models(config)
 
@@ -76,14 +78,38 @@ def _real(r: Real, seed: int) -> list[Cell]:
 # ---- training ------------------------------------------------------------------------------------------------------------------
 
 
-def _quality(q: Quality) -> list[Cell]:
-    return [quality(q, arm, seed) for seed in range(1, q.pairs + 1) for arm in q.arms]
+def _quality(q: Quality, planners: Cell | None) -> list[Cell]:
+    """`planners`: the cell whose plans the arms "ours" and "loka" run."""
+    arms = [(arm, None) for arm in q.arms] + [(arm, planners) for arm in ("ours", "loka") if planners]
+    return [quality(q, arm, seed, plan) for seed in range(1, q.pairs + 1) for arm, plan in arms]
 
 
-def quality(q: Quality, arm: str, seed: int) -> Cell:
+def quality(q: Quality, arm: str, seed: int, planners: Cell | None = None) -> Cell:
     params = {"arm": arm, "model": "wukong", "size": q.size, "mods": q.mods, "data": q.data, "steps": q.steps, "batch": q.batch, "test_rows": q.test_rows}
     return Cell(study=STUDY, measure=f"{HERE}.quality:quality", params=params, seed=seed, needs=Needs(device=q.device, memory_gib=3, time_limit_s=1800),
-                label=" ".join(filter(None, ("quality", arm, f"wukong {q.size}", q.mods, q.data, f"seed {seed}"))))  # fmt: skip
+                inputs={"planners": planners} if planners else {}, label=" ".join(filter(None, ("quality", arm, f"wukong {q.size}", q.mods, q.data, f"seed {seed}"))))  # fmt: skip
+
+
+# ---- prices --------------------------------------------------------------------------------------------------------------------
+
+
+def _pricing(p: Pricing) -> list[Cell]:
+    """The trained model, its flips and its gradients, and last the planners."""
+    shared = {"training": {"size": p.size, "steps": p.steps, "batch": p.batch}, "data": {"largest": p.largest}}
+    chunk = min(p.rows, 4096)
+
+    def cell(function: str, label: str, params: dict[str, Any], inputs: dict[str, Cell]) -> Cell:
+        needs = Needs(device=p.device, memory_gib=3, time_limit_s=1800, packages=("scipy",))
+        return Cell(study=STUDY, measure=f"{HERE}.pricing_cells:{function}", params={**shared, **params}, inputs=inputs, label=f"{label}, wukong {p.size}", seed=1, needs=needs)
+
+    trained = cell("trained", "trained on known probabilities", {}, {})
+    flips = cell("flips", "every site in FP8 alone, predicted and measured loss", {"recipes": list(p.forward), "rows": p.rows, "calibration": p.calibration, "chunk": chunk}, {"trained": trained})
+    backward = {"dgrad": list(DGRAD), "wgrad": list(WGRAD)}
+    gradients = cell("gradients", "every site's gradients in FP8, error and bias", {"products": backward, "batches": 4, "batch": p.calibration // 4, "rate": 1e-3}, {"trained": trained})
+    times = {"times": site_times(Steps(model="wukong", size=p.size, batch=p.examples, mods=""))} if p.timed else {}
+    sizes = {"rows": p.rows, "chunk": chunk, "budget": p.budget, "examples": p.examples, "width": 1 if p.timed else p.width}
+    plans = cell("planners", "all planners side by side", sizes, {"trained": trained, "flips": flips, "gradients": gradients, **times})
+    return [trained, flips, gradients, *times.values(), plans]
 
 
 # ---- time ----------------------------------------------------------------------------------------------------------------------
