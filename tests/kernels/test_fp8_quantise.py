@@ -206,6 +206,7 @@ HOW = dict(FP8=tl.float8e4nv, MAX=448.0, POWER_OF_TWO=False)
 # name: kernel, constants, warps, and registers a thread may use so that an SM of 65,536 holds at least 24 warps
 KERNELS = {
     "rows": (module.quantise_rows_kernel, dict(**HOW, ROWS=8, HEAD=1024, TAIL=0), 8, 80),
+    "rows in e5m2": (module.quantise_rows_kernel, dict(FP8=tl.float8e5, MAX=57344.0, POWER_OF_TWO=False, ROWS=8, HEAD=1024, TAIL=0), 8, 80),
     "rows of 2304": (module.quantise_rows_kernel, dict(**HOW, ROWS=2, HEAD=2048, TAIL=256), 4, 80),
     "rows of 18432": (module.quantise_rows_kernel, dict(**HOW, ROWS=1, HEAD=16384, TAIL=2048), 16, 80),
     "longest whole row": (module.quantise_rows_kernel, dict(**HOW, ROWS=1, HEAD=32768, TAIL=0), 32, 64),
@@ -237,8 +238,8 @@ def test_kernels_compile_to_wide_accesses_and_saturating_casts_without_spills(na
     if "FP8" in constants:
         assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= 2 and not re.search(r"st\.global\S*\.b8\b", ptx)
         elements = constants.get("ROWS", 1) * (constants["HEAD"] + constants["TAIL"] if "HEAD" in constants else constants["COLUMNS"])
-        casts = re.findall(r"cvt\S*e4m3\S*", ptx)
-        assert set(casts) == {"cvt.rn.satfinite.e4m3x2.f32"} and 2 * len(casts) * warps * 32 == elements
+        casts = re.findall(r"cvt\S*e\dm\d\S*", ptx)
+        assert set(casts) == {f"cvt.rn.satfinite.{'e4m3' if constants['FP8'] == tl.float8e4nv else 'e5m2'}x2.f32"} and 2 * len(casts) * warps * 32 == elements
         assert re.search(r"div\.rn\.f32", ptx)
     assert_no_spills(compiled, registers)
 
