@@ -32,7 +32,7 @@ from kernels.fp8.formats import E4M3
 from kernels.fp8.quantise import Quantised, quantise_ref
 from kernels.fp8.recipes import GemmRecipe
 from kernels.fp8.scaling import scale_shape
-from kernels.fp8.schedule import H200_SMS, STEP, GemmSchedule, c_each, schedule
+from kernels.fp8.schedule import H200_SMS, STEP, GemmSchedule, c_each, schedules
 
 __all__ = ["BACKENDS", "MIN_SQNR_DB", "Sizes", "kind_of", "scaled_gemm", "scaled_gemm_ref", "unsupported"]
 
@@ -135,7 +135,8 @@ def _operand(q: Quantised) -> torch.Tensor:
 def _choose(recipe: GemmRecipe, batch: int, r: int, s: int, c: int, epilogue: Epilogue | None, device: torch.device) -> GemmSchedule:
     sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
     whole = epilogue is not None and (epilogue.norm != "none" or epilogue.requantise is not None)
-    return schedule(r, s, c, batch=batch, kind=kind_of(recipe), whole_blocks=whole, sms=sms)
+    found = schedules(r, s, c, batch=batch, kind=kind_of(recipe), whole_blocks=whole, sms=sms)
+    return next(plan for plan in found if plan.split == 1 or epilogue is None)
 
 
 @on_gpu("scaled_gemm")

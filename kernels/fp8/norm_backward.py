@@ -143,7 +143,7 @@ def norm_backward(
     _check(dy_MK, x_MK, saved, norm)
     x, dy, k = x_MK.detach().contiguous(), dy_MK.detach().contiguous(), x_MK.shape[-1]
     m, dx = x.numel() // k, torch.empty_like(x)
-    s = row_schedule(k, at_least=block if norm == "blocknorm" else 16, per_thread=16)
+    s = row_schedule(k, m=m, at_least=block if norm == "blocknorm" else 16, per_thread=16)
     tiles = triton.cdiv(m, s.rows)
     programs = min(tiles, _PROGRAMS) if weight is not None or bias is not None else tiles
     partial = [None if v is None else torch.empty((programs, k), dtype=torch.float32, device=x.device) for v in (weight, bias)]

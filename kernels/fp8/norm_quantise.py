@@ -26,6 +26,7 @@ from kernels.fp8.formats import E4M3, cast
 from kernels.fp8.quantise import Quantised, quantise_ref
 from kernels.fp8.recipes import BLOCK, OperandRecipe
 from kernels.fp8.scaling import fp8_bits, scale_shape
+from kernels.fp8.schedule import H200_SMS
 
 __all__ = ["MAX_K", "RowSchedule", "Saved", "norm_quantise", "norm_quantise_ref", "row_schedule"]
 
@@ -51,11 +52,17 @@ class RowSchedule:
     num_warps: int
 
 
-def row_schedule(k: int, *, at_least: int = 16, per_thread: int = 32) -> RowSchedule:
-    """4 warps with 32 numbers a thread (two or more 16-byte loads in flight each, 8 programs an SM); more warps once a row exceeds that."""
+def row_schedule(k: int, *, m: int = 1 << 31, at_least: int = 16, per_thread: int = 32) -> RowSchedule:
+    """4 warps with 32 numbers a thread (two or more 16-byte loads in flight each, 8 programs an SM); more warps once a row exceeds that.
+
+    Few rows are spread over twice the SMs of an H200, as long as every thread keeps 8 numbers, one 16-byte load.
+    """
     width = max(triton.next_power_of_2(k), at_least)
     num_warps = min(max(width // (32 * per_thread), 4), 16)
-    return RowSchedule(rows=max(num_warps * 32 * per_thread // width, 1), width=width, num_warps=num_warps)
+    rows, least = (max(num_warps * 32 * each // width, 1) for each in (per_thread, 8))
+    while rows > least and m < 2 * H200_SMS * rows:
+        rows //= 2
+    return RowSchedule(rows=rows, width=width, num_warps=num_warps)
 
 
 def check_rows(x: torch.Tensor, norm: str, activation: str, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, block: int) -> None:
@@ -175,7 +182,7 @@ def norm_quantise(
         rstd = statistic(-(-k // block) if norm == "blocknorm" else 1) if norm != "none" else None
     if m:
         at_least = max(BLOCK if operand.granularity == "block" else 16, block if norm == "blocknorm" else 16)
-        s = schedule or row_schedule(k, at_least=at_least)
+        s = schedule or row_schedule(k, m=m, at_least=at_least)
         norm_quantise_kernel[(triton.cdiv(m, s.rows),)](
             x, *(None if v is None else v.detach().contiguous() for v in (weight, bias)), scale, q.view(torch.uint8), found, y, mean, rstd, m, k, eps,
             NORM=norm, ACTIVATION=activation, GRANULARITY=operand.granularity, FP8=tl.float8e4nv if operand.format is E4M3 else tl.float8e5,

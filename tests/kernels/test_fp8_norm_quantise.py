@@ -140,13 +140,17 @@ def test_a_program_has_whole_rows_and_32_numbers_a_thread(k: int, want: tuple[in
     assert (s.rows, s.width, s.num_warps) == want and s.rows * s.width == 32 * 32 * s.num_warps
 
 
+def test_few_rows_are_spread_over_the_sms_in_whole_16_byte_loads() -> None:
+    assert [row_schedule(128, m=m).rows for m in (1, 2048, 4300, 10000)] == [8, 8, 16, 32] and row_schedule(8192, m=1).rows == 1
+
+
 # the widest row; several rows a program; a row that is no power of two; block scales
 @pytest.mark.parametrize(
     "k, norm, activation, operand, keep",
     [(16384, "layernorm", "silu", ROW, False), (512, "blocknorm", "hardswish", ROW, True), (3456, "blocknorm", "hardswish", BLOCK, False)],
 )
 def test_kernels_read_and_write_16_bytes_at_a_time_without_spills(k: int, norm: str, activation: str, operand: OperandRecipe, keep: bool) -> None:
-    x = torch.empty(1024, k, dtype=torch.bfloat16)
+    x = torch.empty(8192, k, dtype=torch.bfloat16)
     w = (torch.empty(k), torch.empty(k)) if norm == "layernorm" else ()
     u = usage(lambda: norm_quantise(x, norm, activation, operand, *w, keep=keep))
     # a thread: 32 numbers of x in 4 loads, of q in 2 stores, of y in 4

@@ -27,7 +27,7 @@ from kernels.fp8.norm_backward import norm_backward, norm_backward_ref  # noqa: 
 from kernels.fp8.norm_quantise import norm_quantise, norm_quantise_ref  # noqa: E402
 from kernels.fp8.quantise import Quantised, quantise_ref  # noqa: E402
 from kernels.fp8.recipes import OperandRecipe, gemm  # noqa: E402
-from kernels.fp8.schedule import GemmSchedule  # noqa: E402
+from kernels.fp8.schedule import GemmSchedule, schedule  # noqa: E402
 
 INF, NAN = float("inf"), float("nan")
 ROW, BLOCK, TENSOR = (OperandRecipe(fmt="e4m3", granularity=g) for g in ("row", "block", "tensor"))
@@ -142,3 +142,13 @@ def test_the_epilogue_normalises_activates_and_requantises(name: str, s: int, re
     assert sqnr_db(plain, scaled_gemm_ref(a, b, recipe, out_dtype=torch.float32, bias=bias, epilogue=Epilogue(**both))) >= MIN_DB
     if requantise:
         assert same(scaled_gemm(a, b, recipe, bias=bias, epilogue=Epilogue(**both, requantise=requantise)), quantise_ref(plain, requantise))
+
+
+def test_an_activation_alone_runs_behind_a_long_sum_of_few_outputs_which_would_be_split_without_it() -> None:
+    recipe = gemm("tensorwise")
+    a, b = quantise_ref(philox_bell((4, 4096), 1), recipe.a), quantise_ref(philox_bell((8, 4096), 2), recipe.b)
+    silu = Epilogue(activation="silu")
+    assert schedule(4, 8, 4096, kind="precise").split > 1
+    assert sqnr_db(scaled_gemm(a, b, recipe, out_dtype=torch.float32, epilogue=silu), scaled_gemm_ref(a, b, recipe, out_dtype=torch.float32, epilogue=silu)) >= MIN_DB
+    with pytest.raises(ValueError, match="its tiles are not whole"):
+        scaled_gemm(a, b, recipe, epilogue=silu, schedule=schedule(4, 8, 4096, kind="precise"))
