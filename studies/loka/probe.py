@@ -13,7 +13,7 @@ What a probed step reads beside the model, in passes over an operand: x and dy 3
 operands of batched products 1; and it copies at most `rows` rows of each to the host (`bytes_read` counts all). With bf16 operands and products
 of 2 M N K flops in each of three passes, reading costs 6 (M K + N K + M N) bytes: at a GPU's 200 flops a byte the time of 200 (1/M + 1/N + 1/K) of
 the products', 8% or so of large layers; the rest of a probed step's cost is that it runs uncompiled. Every 100th step may take half as long again
-before it costs 0.5%. On a GPU results go to the host as they come, so a probed step waits for the device at each site.
+before it costs 0.5%. Nothing waits for a GPU: what was seen is fetched when the next probed step begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from studies.loka.products import Multiply, multiply
 from studies.loka.readings import Readings, SiteReading
 from studies.loka.registry import trace
 from studies.loka.site import Site
-from studies.loka.sketch import ROWS, Sketch, sketch
+from studies.loka.sketch import ROWS, Look, look
 from studies.loka.verbs import callable_module
 
 __all__ = ["Probe", "bytes_read", "probe"]
@@ -71,28 +71,31 @@ class Probe:
         def observed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             y = multiply(x, w, bias)
             batch = y.shape[:-2] if w.ndim > 2 else ()  # of matrices that each have their own w
-            look = lambda v, parameter=False: self._sketch(site, v.detach(), batch, parameter)  # noqa: E731
-            step = _Step(x=look(x), w=look(w, site.op == "linear"), waits=self.backward and y.requires_grad)
+            step = _Step(
+                x=self._look(site, x.detach(), batch), w=self._look(site, w.detach(), batch, parameter=site.op == "linear"),
+                waits=self.backward and y.requires_grad,
+            )  # fmt: skip
             self._under_way[site.name] = step
             if step.waits:
-                y.register_hook(lambda dy: step.saw(look(dy)))
+                y.register_hook(lambda dy: step.saw(self._look(site, dy, batch)))
             return y
 
         return observed
 
-    def _sketch(self, site: Site, x: torch.Tensor, batch: torch.Size | tuple, parameter: bool) -> Sketch:
+    def _look(self, site: Site, x: torch.Tensor, batch: torch.Size | tuple, parameter: bool = False) -> Look:
         if batch:
             x = x.expand(*batch, *x.shape[-2:]).flatten(0, -3)
-        how = {"step": self._step, "seed": self.seed, "parameter": parameter}
+        kept = self._kept.get(site.name)
+        how = {"step": self._step, "seed": self.seed, "parameter": parameter, "below": kept.x.reservoir.bound if kept and not parameter else None}
         if site.op == "bmm":
-            return sketch(x if batch else x.reshape(1, -1, x.shape[-1]), items=-(-self.rows // min(site.m, site.n)), form="matrices", **how)
-        return sketch(x.transpose(0, 1) if batch else x, items=self.rows, form="layers" if batch else "rows", **how)
+            return look(x if batch else x.reshape(1, -1, x.shape[-1]), items=-(-self.rows // min(site.m, site.n)), form="matrices", **how)
+        return look(x.transpose(0, 1) if batch else x, items=self.rows, form="layers" if batch else "rows", **how)
 
     def _end_step(self) -> None:
         for site in self.registry.sites:
             step = self._under_way.pop(site.name, None)
             if step and not step.waits:
-                reading = SiteReading(site=site, x=step.x, w=step.w, dy=step.dy)
+                reading = SiteReading(site=site, x=step.x.sketch(), w=step.w.sketch(), dy=step.dy and step.dy.sketch())
                 self._kept[site.name] = self._kept[site.name].merge(reading) if site.name in self._kept else reading
 
 
@@ -100,12 +103,12 @@ class Probe:
 class _Step:
     """What one step showed of one site so far; `waits` for dy."""
 
-    x: Sketch
-    w: Sketch
+    x: Look
+    w: Look
     waits: bool
-    dy: Sketch | None = None
+    dy: Look | None = None
 
-    def saw(self, dy: Sketch) -> None:
+    def saw(self, dy: Look) -> None:
         self.dy, self.waits = dy, False
 
 

@@ -13,7 +13,7 @@ Of a tensor that is read once:
     reservoir      `ROWS` real rows, or whole matrices of a batched product (studies.loka.reservoir)
 
 Merging is associative and commutative: counts, amax and the reservoir exactly, sums to float64's rounding. Numbers that are not finite are counted
-and left out. It is kept on the CPU; a GPU reads the tensor for the statistics once and for the columns twice, from L2 where it fits.
+and left out, with the column that holds them. It is kept on the CPU; a GPU reads the tensor for the statistics once and for the columns twice.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Self
 import numpy as np
 import torch
 
-from kernels.fp8.statistics import MIN_EXPONENT, statistics_ref
-from studies.loka.reservoir import Reservoir, sample
+from kernels.fp8.statistics import EXPONENTS, MIN_EXPONENT, Statistics, statistics, statistics_ref
+from studies.loka.reservoir import Reservoir, chosen, reservoir_of
 
-__all__ = ["CREST_BINS", "PARAMETER_NUMBERS", "RMS_BINS", "ROWS", "Sketch", "sketch"]
+__all__ = ["CREST_BINS", "PARAMETER_NUMBERS", "RMS_BINS", "ROWS", "Look", "Sketch", "look", "sketch"]
 
 ROWS = 512  # of a reservoir: a 1st percentile with a lower bound needs 299
-PARAMETER_NUMBERS = 2**22  # a parameter of at most so many numbers is kept whole, a larger one as rows, so that a reservoir stays below 16 MiB
+PARAMETER_NUMBERS = 2**20  # a parameter of at most so many numbers is kept whole, a larger one as rows
 RMS_BINS, CREST_BINS = 256, 24  # half octaves: rms from 2^-64 to 2^64, amax / rms from 1 to 2^12, which 2^24 columns cannot exceed
 FORMS = ("rows", "layers", "matrices")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -128,58 +128,82 @@ def _merged_steps(a: Sketch, b: Sketch) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Look:
+    """What one step's operand gives to its sketch, still on its device: nothing waited for it yet."""
+
+    numbers: torch.Tensor  # float64: exponents, _SCALARS, norms, amax and norm of columns; counts are exact below 2^53
+    items: torch.Tensor  # those chosen
+    keys: torch.Tensor
+    index: torch.Tensor
+    step: int
+    capacity: int
+    rows: int
+
+    def sketch(self) -> Sketch:
+        """Fetches it."""
+        exponents, scalars, norms, amax, squares = self.numbers.cpu().split([EXPONENTS, len(_SCALARS), _NORMS, *2 * [(len(self.numbers) - _FIXED) // 2]])
+        s = dict(zip(_SCALARS, scalars.tolist(), strict=True))
+        finite = int(exponents.sum() + s["zeros"])
+        mean = s["sum"] / finite if finite else 0.0
+        live = (amax > 0) & torch.isfinite(squares) & (amax < float("inf"))  # a column with a number that is not finite is left out of this step
+        return Sketch(
+            exponents=exponents.long(), zeros=int(s["zeros"]), nonfinite=int(s["nonfinite"]), count=finite, mean=mean,
+            deviations=max(s["squares"] - finite * mean * mean, 0.0), steps=torch.tensor([self.step]), amax=scalars[4:5].clone(),
+            log2_rms=scalars[5:6].clone(), live_rows=scalars[6:7].long(), rows=self.rows, norms=norms.long().view(RMS_BINS, CREST_BINS),
+            column_log2_amax=torch.where(live, amax.log2(), 0.0), column_steps=live.long(), column_squares=torch.where(live, squares.square(), 0.0),
+            reservoir=reservoir_of(self.items.cpu(), self.keys, self.index, step=self.step, capacity=self.capacity),
+        )  # fmt: skip
+
+
+_SCALARS = ("zeros", "nonfinite", "sum", "squares", "amax", "log2_rms", "live_rows")
+_NORMS = RMS_BINS * CREST_BINS
+_FIXED = EXPONENTS + len(_SCALARS) + _NORMS
+
+
 def sketch(x: torch.Tensor, *, step: int, items: int = ROWS, seed: int = 0, parameter: bool = False, form: str = "rows") -> Sketch:
-    """The sketch of one step's x, which keeps so many items of it; a `parameter`'s are the same ones in every step. By form, an item is
+    """The sketch of one step's x: `look` says how."""
+    return look(x, step=step, items=items, seed=seed, parameter=parameter, form=form).sketch()
+
+
+def look(x: torch.Tensor, *, step: int, items: int = ROWS, seed: int = 0, parameter: bool = False, form: str = "rows", below: int | None = None) -> Look:
+    """Reads one step's x, of which so many items are kept; a `parameter`'s are the same ones in every step. By form, an item is
 
         rows      [..., C]     a row
         layers    [M, T, C]    one example's rows in T layers, each with its own weight; a weight is [N, T, C]
         matrices  [I, R, C]    a matrix whose rows meet those of the other operand's same item
 
-    Raises ValueError for another form, and for dtypes other than float32, bf16 and fp16.
+    below: keys from there on are left out, for those of the reservoir that this will be merged with are smaller. Waits for no GPU. Raises ValueError for another form, and for dtypes other than float32, bf16 and fp16.
     """
     if form not in FORMS or x.dtype not in _DTYPES or (x.ndim < 2 if form == "rows" else x.ndim != 3):
         raise ValueError(f"a sketch is of rows [..., C], layers [M, T, C] or matrices [I, R, C] in float32, bfloat16 or float16, got {form=} {tuple(x.shape)=} {x.dtype}; convert it first")
     c = x.shape[-1]
     x = x.detach().reshape(x.shape[:-1].numel(), 1, c) if form == "rows" else x.detach()
-    x_RC = x.flatten(0, 1)
-    s = _statistics(x_RC)
-    row_amax, row_rms = s.row_amax.double(), (s.row_sum_squares / max(c, 1)).sqrt()
-    live = row_amax > 0
-    log2_rms = torch.log2(row_rms[live])
-    finite = int(s.exponents.sum() + s.zeros)
-    mean = float(s.sum) / finite if finite else 0.0
-    column_amax, column_squares = (torch.zeros(0),) * 2 if form == "matrices" else _columns(x.flatten(1), clean=int(s.nonfinite) == 0)
     capacity = items if not parameter else max(items, PARAMETER_NUMBERS // max(x.shape[1] * c, 1))
-    return Sketch(
-        exponents=s.exponents, zeros=int(s.zeros), nonfinite=int(s.nonfinite), count=finite, mean=mean,
-        deviations=max(float(s.sum_squares) - finite * mean * mean, 0.0),
-        steps=torch.tensor([step]), amax=s.amax.double().reshape(1), log2_rms=log2_rms.sum().reshape(1), live_rows=live.sum().reshape(1),
-        rows=len(x_RC), norms=_norms(log2_rms, torch.log2(row_amax[live])),
-        column_log2_amax=torch.where(column_amax > 0, torch.log2(column_amax.double()), 0.0), column_steps=(column_amax > 0).long(),
-        column_squares=column_squares.double(),
-        reservoir=sample(x, step=step, capacity=capacity, seed=seed, fixed=parameter),
-    )  # fmt: skip
+    keys, index = chosen(len(x), step=step, capacity=capacity, seed=seed, fixed=parameter)
+    if below is not None:
+        keys, index = keys[keys < below], index[keys < below]
+    x_RC = x.flatten(0, 1)
+    s = (statistics if x.is_cuda else statistics_ref)(x_RC)
+    log2_rms, norms, live_rows = _row_norms(s, c)
+    scalars = torch.stack([v.double() for v in (s.zeros, s.nonfinite, s.sum, s.sum_squares, s.amax, log2_rms, live_rows)])
+    numbers = torch.cat([s.exponents.double(), scalars, norms.double(), *([] if form == "matrices" else _columns(x.flatten(1)))])
+    return Look(numbers=numbers, items=x[index.to(x.device)], keys=keys, index=index, step=step, capacity=capacity, rows=len(x_RC))
 
 
-def _statistics(x_RC: torch.Tensor):
-    if x_RC.is_cuda:
-        from kernels.fp8.statistics import statistics
-
-        return statistics(x_RC).cpu()
-    return statistics_ref(x_RC)
-
-
-def _columns(x_RC: torch.Tensor, clean: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(amax, sum of squares) of each column, float32 on the CPU."""
-    if not clean:
-        x_RC = torch.where(x_RC.abs() < float("inf"), x_RC, 0.0)
+def _columns(x_RC: torch.Tensor) -> list[torch.Tensor]:
+    """amax and Euclidean norm of each column, float64."""
     if not len(x_RC):
-        return torch.zeros(x_RC.shape[1]), torch.zeros(x_RC.shape[1])
-    amax, norm = (torch.linalg.vector_norm(x_RC, order, dim=0, dtype=torch.float32) for order in (float("inf"), 2))
-    return amax.cpu(), norm.cpu().square()
+        return 2 * [torch.zeros(x_RC.shape[1], dtype=torch.float64, device=x_RC.device)]
+    return [torch.linalg.vector_norm(x_RC, order, dim=0, dtype=torch.float32).double() for order in (float("inf"), 2)]
 
 
-def _norms(log2_rms: torch.Tensor, log2_amax: torch.Tensor) -> torch.Tensor:
+def _row_norms(s: Statistics, c: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(sum of log2 rms, joint histogram, number) of the rows that are not zero."""
+    live = s.row_amax > 0
+    log2_amax = torch.where(live, s.row_amax, 1.0).double().log2()
+    log2_rms = torch.where(live, s.row_sum_squares / max(c, 1), 1.0).log2() / 2
     i = (2 * log2_rms + RMS_BINS // 2).floor().clamp(0, RMS_BINS - 1).long()
     j = (2 * (log2_amax - log2_rms)).floor().clamp(0, CREST_BINS - 1).long()
-    return torch.bincount(i * CREST_BINS + j, minlength=RMS_BINS * CREST_BINS).view(RMS_BINS, CREST_BINS)
+    norms = torch.zeros(_NORMS, dtype=torch.int64, device=live.device).index_add_(0, (i * CREST_BINS + j).flatten(), live.long())
+    return log2_rms.sum(), norms, live.sum()
