@@ -13,7 +13,7 @@
 Training: logits, binary cross-entropy, gradients of all parameters and of the embedded features; weights are quantised in every step. Otherwise
 inference: logits, weights in FP8 beforehand (studies.loka.frozen). With `table_rows` the rest of a training step, which is the same for all arms, is
 timed in the same contest (studies.loka.step_rest), and whole steps are compared as sums of the two. Communication is outside.
-A step moves far more than the L2 holds, so one set of inputs serves. Every variant's loss and gradients are compared with bf16's: the bar finds
+A step moves far more than the L2 holds, so one set of inputs serves; each variant is one captured graph (studies.loka.replay). Every variant's loss and gradients are compared with bf16's: the bar finds
 what is broken, the numbers themselves are in the record. The input "times" also gives each product its faster backend, and Amdahl's cap.
 """
 
@@ -43,6 +43,7 @@ from studies.loka.epilogues import edges
 from studies.loka.frozen import frozen
 from studies.loka.fuse import why_not_fused
 from studies.loka.registry import Registry, trace
+from studies.loka.replay import Replayed, replayed_variant, shared_pool
 from studies.loka.site import Plan
 from studies.loka.site_times import backends_of, built, fastest, predicted
 from studies.loka.step_rest import rest_of
@@ -94,14 +95,15 @@ def dense_step(
     refused = {"torchao": why} if "torchao" in variants and (why := torchao_absent()) else {}
     entered = ["bf16", *(v for v in variants if v != "bf16" and v not in refused)]
     steps = {v: step_of(subject, v, plans.get(v)) for v in entered}
-    want = run_step(subject, subject.module)  # not compiled
+    want = [t.clone() for t in run_step(subject, subject.module)]  # not compiled
     errors: dict[str, dict] = {}
     touched = sum(t.nbytes for t in (*subject.module.parameters(), *subject.example))
-    made = [variant(v, steps[v], want, errors, touched) for v in entered]
+    pool = shared_pool(ctx.device)
+    with torch._dynamo.config.patch(recompile_limit=len(entered) + 8):  # arms share code, which torch else runs uncompiled from the ninth on
+        made = [replayed_variant(v, Replayed(steps[v], ctx.device, pool), checker(v, want, errors), touched=touched) for v in entered]
     if table_rows:
-        made.append(rest_variant(subject, table_rows, ctx.seed))
-    with torch._dynamo.config.patch(recompile_limit=len(made) + 8):  # arms share code, which torch else runs uncompiled from the ninth on
-        result = contest(made, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, control="bf16")
+        made.append(rest_variant(subject, table_rows, ctx, pool))
+    result = contest(made, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, mode="eager", control="bf16")
     lines = [{"variant": v, "us": result.median_s(v) * 1e6, "log_speedup": result.log_ratio("bf16", v), "low": result.log_ratio("bf16", v) - result.noise_floor, **errors[v],
               "fp8_products": sum(map(len, plans[v].recipes.values())) if v in plans else 0, "fused_sites": len(plans[v].fused) if v in plans else 0, "joined_sites": len(edges(subject.registry, plans[v])) if v.endswith(EPILOGUES) else 0} for v in entered]  # fmt: skip
     cap = predicted(subject.registry.sites, subject.times, plans[DISPATCH], result.median_s("bf16") * 1e6, subject.passes) if subject.times and DISPATCH in plans else {}
@@ -212,33 +214,31 @@ def step_of(subject: Subject, name: str, plan: Plan | None) -> Step:
     return step
 
 
-def variant(name: str, step: Step, want: Sequence[torch.Tensor], errors: dict[str, dict], touched: int) -> Variant:
+def checker(name: str, want: Sequence[torch.Tensor], errors: dict[str, dict]) -> Callable[[Sequence[torch.Tensor]], None]:
     """`want`: what the model gives in bf16, not compiled."""
-    sink = Sink(1, lambda _: step())
+    least_db = LEAST_DB[name != "bf16"]
 
-    def check() -> None:
-        for y in sink.written():
-            db = snr_db(y[0], want[0].double())
-            assert db >= LEAST_DB[name != "bf16"], f"{name}'s logits are {db:.1f} dB from bf16's, at least {LEAST_DB[name != 'bf16']} are asked for"
-            errors[name] = {"logits_db": db}
-            if len(y) > 1:
-                cosine = gradient_cosine(y[2:], want[2:])
-                assert cosine >= LEAST_COSINE, f"{name}'s gradient has a cosine of {cosine:.3f} with bf16's, at least {LEAST_COSINE} is asked for"
-                errors[name] |= {"gradient_cosine": cosine, "relative_loss": float(y[1] / want[1]) - 1.0}
+    def check(y: Sequence[torch.Tensor]) -> None:
+        db = snr_db(y[0], want[0].double())
+        assert db >= least_db, f"{name}'s logits are {db:.1f} dB from bf16's, at least {least_db} are asked for"
+        errors[name] = {"logits_db": db}
+        if len(y) > 1:
+            cosine = gradient_cosine(y[2:], want[2:])
+            assert cosine >= LEAST_COSINE, f"{name}'s gradient has a cosine of {cosine:.3f} with bf16's, at least {LEAST_COSINE} is asked for"
+            errors[name] |= {"gradient_cosine": cosine, "relative_loss": float(y[1] / want[1]) - 1.0}
 
-    return Variant(name=name, calls=sink.calls, check=check, poison=sink.poison, bytes_moved=touched)
+    return check
 
 
-def rest_variant(subject: Subject, table_rows: int, seed: int) -> Variant:
-    rest = rest_of(subject.module, subject.example, table_rows=table_rows, seed=seed)
+def rest_variant(subject: Subject, table_rows: int, ctx: Context, pool: tuple[int, int] | None) -> Variant:
+    rest = rest_of(subject.module, subject.example, table_rows=table_rows, seed=ctx.seed)
     want = rest().clone()
-    sink = Sink(1, lambda _: rest())
 
-    def check() -> None:
-        for y in sink.written():
-            assert torch.equal(y, want), "rows that were looked up are not the tables'"
+    def check(y: Sequence[torch.Tensor]) -> None:
+        assert torch.equal(y[0], want), "rows that were looked up are not the tables'"
 
-    return Variant(name=REST, calls=sink.calls, check=check, poison=sink.poison, bytes_moved=sum(8 * p.numel() for p in subject.module.parameters()))
+    touched = sum(8 * p.numel() for p in subject.module.parameters())
+    return replayed_variant(REST, Replayed(lambda: [rest()], ctx.device, pool), check, touched=touched)
 
 
 def gradient_cosine(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:

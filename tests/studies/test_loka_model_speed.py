@@ -21,12 +21,13 @@ from studies.loka.frozen import frozen
 from studies.loka.fuse import why_not_fused
 from studies.loka.model_speed import dense_step, mods_latency, single
 from studies.loka.registry import trace
+from studies.loka.replay import Replayed, replayed_variant, shared_pool
 from studies.loka.site import Plan, Site
 from studies.loka.site_times import backends_of, built, distinct, fastest, predicted
 from studies.loka.training import mods_named
 from studies.models.recommenders.mods import BlockNorm, Mlp, Mods, build
 from suite.measure import Context, Pause
-from suite.timing import WrongOutput
+from suite.timing import WrongOutput, contest
 
 QUICK = {"rounds": 1, "launches": 1, "warmup_s": 0.0}
 ALL_MODS = "nobias+blocknorm+hardswish"
@@ -233,6 +234,14 @@ def test_a_step_that_is_wrong_ends_the_contest(training: bool, message: str, on_
     monkeypatch.setattr(autograd, "multiply_ref", wrong)
     with pytest.raises(WrongOutput, match=message):
         dense_step(Context(device="cpu"), **asked(training=training, variants=["bf16", "single rowwise"]))
+
+
+def test_a_replay_that_writes_nothing_or_not_all_is_found() -> None:
+    whole, part = torch.ones(4), torch.ones(4)
+    for writes in (lambda: [whole], lambda: [torch.ones(4), part]):
+        made = replayed_variant("stale", Replayed(writes, "cpu", shared_pool("cpu")), lambda y: None, touched=16)
+        with pytest.raises(WrongOutput, match="were not written whole"):
+            contest([made], device="cpu", rounds=1, launches_per_round=1, warmup_s=0.0, mode="eager")
 
 
 def test_every_single_recipe_covers_every_site_but_heads() -> None:
