@@ -11,7 +11,7 @@ applying it once, and the empty plan gives the model back. Any batch size runs; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
