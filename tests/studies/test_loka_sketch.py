@@ -118,9 +118,10 @@ def test_operands_of_one_step_keep_the_same_rows():
 
 
 def test_rows_that_would_not_be_kept_need_not_be_read():
-    kept, x = sketch(draw("gaussian", 5000, 4, seed=1), step=0, items=64), draw("gaussian", 5000, 4, seed=2)
-    whole, less = (look(x, step=1, items=64, below=bound) for bound in (None, kept.reservoir.bound))
-    assert len(less.items) < len(whole.items) == 64
+    steps = [sketch(draw("gaussian", 5000, 4, seed=i), step=i, items=64) for i in range(4)]
+    kept, x = steps[0].merge(steps[1]).merge(steps[2]).merge(steps[3]), draw("gaussian", 5000, 4, seed=4)
+    whole, less = (look(x, step=4, items=64, below=bound) for bound in (None, kept.reservoir.bound))
+    assert len(less.items) < len(whole.items) == 64  # 16 expected
     same(kept.merge(whole.sketch()), kept.merge(less.sketch()))
 
 
