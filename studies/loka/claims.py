@@ -23,6 +23,8 @@ CLAIMS = (
          test=findings.row_scales_break_tensorwise),
     _ALL(id="head_stays_bf16", statement="No FP8 recipe reaches the logit's 32 dB at a model's last layer, under any distribution.", test=findings.head_stays_bf16),
     _ALL(id="rowwise_safe_for_real", statement="In models trained here every inner forward product is safe with one scale a row.", test=findings.rowwise_safe_for_real),
+    Claim(id="torchao_filter_blind", statement="torchao's automatic filter converts none of the eight nn.Linear of MLPerf's DLRM-v2, in either recipe.", target=0.0, bar=0.0, margin=0.0, unit="layers", direction="lower",
+          device="", test=findings.torchao_filter, source="ours; the filter's thresholds", command=RUN),
     Claim(id="hardware_matches_emulation", statement="The H200's FP8 products agree with the emulation that the CPU's numbers come from, in the worst row.", target=45.0, bar=45.0, margin=0.0, unit="dB",
           test=findings.hardware_matches, source="ours; 14 bits of Hopper's accumulator at 4096 terms", command=RUN_GPU),
     _PRICE(id="loss_prediction", statement="The price of a product in log-loss ranks single products in FP8 as their measured changes do (rank correlation).", bar=0.9, test=findings_loss.loss_prediction),

@@ -8,10 +8,10 @@ Each part stands in a module of its own (exhibits_*.py). Devices carry their who
 from __future__ import annotations
 
 from studies.loka.exhibits_loss import losses
-from studies.loka.exhibits_map import real, safety_maps
+from studies.loka.exhibits_map import real, safety_maps, torchao_filter
 from studies.loka.exhibits_speed import speeds
 from suite.claims import View
 
 
 def exhibits(view: View) -> list:
-    return [*safety_maps(view), *real(view), *losses(view), *speeds(view)]
+    return [*safety_maps(view), *real(view), *torchao_filter(view), *losses(view), *speeds(view)]

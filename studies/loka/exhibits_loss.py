@@ -23,12 +23,16 @@ ARMS = {
     "bf16-perturbed": "bf16, start perturbed by 2^-20", "ours": "our plan", "loka": "LoKA's rule", "naive": "tensorwise everywhere", "planted-bad": "E5M2 forward (planted bad)",
 }  # fmt: skip
 MODELS = ("model", "size", "mods", "data", "steps", "batch", "test_rows")
+PLANNERS = {
+    "bf16": "bf16", "torchao": "torchao, every linear layer", "torchao-filter": "torchao's automatic filter", "best-single": "best single recipe", "best-single-in-budget": "best single recipe in the budget",
+    "loka": "LoKA's rule, mean of ratios", "loka-sums": "LoKA's rule, ratio of sums", "greedy": "ours, greedy", "ours": "ours", "oracle": "oracle: measured losses",
+}  # fmt: skip
 CALIBRATION = "Predicted and measured change of log-loss, one product in FP8 at a time"
 
 
 def losses(view: View) -> list:
     rows = view.rows(measure="quality")
-    parts = [*arms(view, rows), *mods(rows), *calibration(view)]
+    parts = [*calibration(view), *planners(view), *arms(view, rows), *mods(rows)]
     return parts or [Prose(heading="Log-loss", text="NOT MEASURED HERE: no model was trained.")]
 
 
@@ -124,3 +128,23 @@ def _by_recipe(points: Sequence[dict], rows: Sequence[Row]) -> Table:
     names = ("recipe", "products", "rank correlation of our price", "of noise over signal alone", "slope, log-log")
     return Table(title="How well the price ranks products", columns=[Column(name=n) for n in names], rows=lines, sources=rows,
                  note="Against the measured change of expected log-loss, products within two standard errors of 0 left out.")  # fmt: skip
+
+
+def planners(view: View) -> list:
+    """Every planner's plan of one training step: what it gains and what it costs."""
+    out = []
+    for row in view.rows(measure="planners"):
+        found = {line["planner"]: line for line in row.record("planners")}
+        lines = [(PLANNERS.get(name, name), f["products"], f["heads"], f["speedup"], _percent(f["predicted"]), tuple(100 * f[k] for k in ("measured", "low", "high")) if f["products"] else "-") for name, f in found.items()]
+        kind = next(iter(found.values()))["time_kind"]
+        columns = [Column(name="planner"), Column(name="products in FP8"), Column(name="heads"), Column(name=f"speed-up ({kind})", unit="x"), Column(name="predicted change", unit="%"), Column(name="measured change, forward", unit="%")]
+        p = row.params
+        out.append(Table(title=f"All planners side by side: wukong {p['training'].get('size', 'small')}, {row.device}", columns=columns, rows=lines, sources=[row],
+                         note=f"A budget of {p['budget']:.2%} of log-loss for a training step of {p['examples']:,} examples. Speed-up: of the products alone, forward and backward, with quantising. "
+                              + (f"Times are simulated by a roofline, for sites {p['width']} times as wide as the model's. " if kind == "simulated" else "")
+                              + "Measured: expected log-loss under the known probabilities, forward products in the plan's recipes, 95% over paired rows."))  # fmt: skip
+    return out
+
+
+def _percent(share: float | None) -> float | str:
+    return "not priced" if share is None else 100 * share

@@ -141,6 +141,19 @@ def _letters(found: Mapping[str, str], recipes: Sequence[str]) -> str:
     return "all" if letters == [LETTERS[r] for r in recipes] else " ".join(letters) or "none"
 
 
+# ---- torchao's filter ----------------------------------------------------------------------------------------------------------
+
+
+def torchao_filter(view: View) -> list:
+    rows = view.rows(measure="torchao_filter")[:1]
+    found = [f for r in rows for f in r.record("filter")]
+    lines = [(f["model"], f["products"], f["seen"], *(f["converted"][r] for r in ("tensorwise", "rowwise")), *(100 * f["flops_share"][r] for r in ("tensorwise", "rowwise"))) for f in found]
+    names = ("model", "products", "seen as nn.Linear", "converted, tensorwise", "converted, rowwise", "of all FLOPs, tensorwise", "of all FLOPs, rowwise")
+    columns = [Column(name=n, unit="%" if n.startswith("of all") else "") for n in names]
+    note = "By its thresholds on inputs and outputs of a layer (torchao 0.18.0). MLPerf's cross network reads raw parameters, and products of two activations are no layer."
+    return [Table(title="What torchao's automatic filter converts", columns=columns, rows=lines, sources=rows, note=note)] if lines else []
+
+
 # ---- models trained here -------------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,16 @@ def head_stays_bf16(view: View) -> Finding | None:
     return counted(rows, holds, missing(view, "safety"))
 
 
+def torchao_filter(view: View) -> Finding | None:
+    """Layers of MLPerf's DLRM-v2 that the automatic filter converts in either recipe: an exact count."""
+    rows = view.rows(measure="torchao_filter")
+    if not rows:
+        return None
+    found = next(f for f in rows[0].record("filter") if f["model"] == "dlrm_v2 mlperf")
+    n = max(found["converted"].values())
+    return Finding(value=n, low=n, high=n, n=found["seen"], rows=rows[:1], note=f"of {found['seen']} nn.Linear; the model has {found['products']} products")
+
+
 def hardware_matches(view: View) -> Finding | None:
     """The worst row of every product that a GPU computed, against the emulation: an exact minimum."""
     rows = [r for r in (*view.rows(measure="safety"), *view.rows(measure="captured")) if "hardware_db" in r.metrics]

@@ -43,8 +43,8 @@ class Real:
     models: tuple[str, ...] = TRAINED
     size: str = "small"
     mods: tuple[str, ...] = ("",)
-    steps: int = 200
-    batch: int = 512
+    steps: int = 100
+    batch: int = 256
     examples: int = 512
     device: str = "cpu"
 
@@ -113,6 +113,7 @@ class Config:
 
     map: Map | None = None
     real: Real | None = None
+    torchao_filter: bool = False  # what it makes of MODELS
     pricing: tuple[Pricing, ...] = ()
     quality: tuple[Quality, ...] = ()
     timing: Timing | None = None
@@ -126,7 +127,7 @@ def smoke() -> Config:
 
 
 def cpu() -> Config:
-    return Config(map=Map(), real=Real(), pricing=(Pricing(),), quality=(Quality(planned=True),))
+    return Config(map=Map(), real=Real(), torchao_filter=True, pricing=(Pricing(),), quality=(Quality(planned=True),))
 
 
 def gpu() -> Config:
@@ -139,4 +140,4 @@ def gpu() -> Config:
     pricing = (Pricing(steps=2000, rows=1_048_576, device="cuda"),
                Pricing(size="0.53", batch=4096, largest=100_000, rows=262_144, calibration=1024, examples=4096, timed=True, device="cuda"))  # fmt: skip
     quality = (Quality(size="0.53", planned=True, steps=400, batch=4096, test_rows=2_097_152, device="cuda"), *(Quality(mods=m, arms=("bf16",), steps=2000, batch=2048, test_rows=1_048_576, device="cuda") for m in MODS_2K))
-    return Config(map=Map(rows=2048, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), pricing=pricing, quality=quality, timing=Timing(), steps=steps, mods_latency=True)
+    return Config(map=Map(rows=2048, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), torchao_filter=True, pricing=pricing, quality=quality, timing=Timing(), steps=steps, mods_latency=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from studies.loka.model_sites import model_sites
-from studies.loka.presets import DGRAD, FORWARD, WGRAD, Config, Map, Pricing, Quality, Real, Steps, Timing
+from studies.loka.presets import DGRAD, FORWARD, MODELS, WGRAD, Config, Map, Pricing, Quality, Real, Steps, Timing
 from studies.loka.shapes import SHAPES, Shape
 from suite.cell import Cell, Needs
 
@@ -26,6 +26,7 @@ FEWEST_ROWS = 16  # of a product: below, FP8 would multiply padding
 def questions(config: Config) -> list[Cell]:
     out = _map(config.map, config.seed) if config.map else []
     out += _real(config.real, config.seed) if config.real else []
+    out += [_filter()] if config.torchao_filter else []
     priced = {p.size: _pricing(p) for p in config.pricing}
     out += [cell for cells in priced.values() for cell in cells]
     out += [cell for q in config.quality for cell in _quality(q, priced[q.size][-1] if q.planned else None)]
@@ -73,6 +74,10 @@ def _real(r: Real, seed: int) -> list[Cell]:
              params={"model": model, "size": r.size, "mods": mods, "steps": r.steps, "batch": r.batch, "examples": r.examples})
         for model in r.models for mods in r.mods
     ]  # fmt: skip
+
+
+def _filter() -> Cell:
+    return Cell(study=STUDY, measure=f"{HERE}.filter_cells:torchao_filter", params={"models": [list(m) for m in MODELS]}, label="torchao's automatic filter on the models")
 
 
 # ---- training ------------------------------------------------------------------------------------------------------------------

@@ -69,6 +69,17 @@ class Rows:
                  for s in ("dense.0:linear", "over.3:linear") for w in ("forward", "wgrad")]  # fmt: skip
         return self.add("captured:captured", {"model": "wukong", "size": "small", "mods": "", "steps": 200, "batch": 512, "examples": 512}, records={"sites": sites}, **fields)
 
+    def filtered(self, converted: int = 0, **fields: Any) -> Row:
+        counts, shares = {"tensorwise": converted, "rowwise": 0}, {"tensorwise": converted / 8, "rowwise": 0.0}
+        record = [{"model": "dlrm_v2 mlperf", "products": 14, "seen": 8, "converted": counts, "flops_share": shares}]
+        return self.add("filter_cells:torchao_filter", {"models": [["dlrm_v2", "mlperf"]]}, records={"filter": record}, kind="measured", **fields)
+
+    def planners(self, **fields: Any) -> Row:
+        lines = [{"planner": p, "made_by": p, "products": n, "heads": 0, "step_us": 90.0, "speedup": 1.0 + n / 100, "predicted": None if p == "torchao" else n / 1e6, "predicted_forward": None,
+                  "measured": n / 1e6, "low": n / 2e6, "high": n / 5e5, "time_kind": "simulated"} for p, n in (("bf16", 0), ("torchao", 30), ("ours", 20))]  # fmt: skip
+        params = {"training": {"size": "small", "steps": 400, "batch": 1024}, "data": {"largest": 50}, "rows": 32768, "chunk": 4096, "budget": 2e-4, "examples": 8192, "width": 32}
+        return self.add("pricing_cells:planners", params, records={"planners": lines, "plans": {}}, kind="simulated", **fields)
+
     # ---- log-loss ----
 
     def quality(self, arm: str, changes: list[float], *, device: str = CPU, mods: str = "", size: str = "small", fields: Mapping[str, Any] | None = None) -> None:
@@ -101,6 +112,8 @@ class Rows:
             self.safety("wgrad", distribution, {"tensorwise-grad": "undecided"})
         self.safety("forward", "gaussian", device=H200, rows=2048, contracted=4096, metrics={"hardware_db": 48.0})
         self.captured()
+        self.filtered()
+        self.planners()
         self.arms([1e-5, 2e-5, -1e-5, 0.0, 1e-5, 3e-5, 0.0, 1e-5])
         for i, mods in enumerate(MODS_2K[1:], 1):
             self.quality("bf16", [i / 1e4] * 3, device=H200, mods=mods)

@@ -81,6 +81,13 @@ def test_real_activations_count_inner_sites_only(rows):
     assert judged(rows, "rowwise_safe_for_real").verdict == "NOT REPRODUCED"
 
 
+@pytest.mark.parametrize("converted, verdict", [(0, "REPRODUCED"), (1, "NOT REPRODUCED")])
+def test_one_converted_layer_refutes_the_blind_filter(rows, converted, verdict):
+    rows.filtered(converted)
+    j = judged(rows, "torchao_filter_blind")
+    assert (j.value, j.n, j.verdict) == (converted, 8, verdict)
+
+
 def test_the_worst_row_of_the_hardware_decides(rows):
     rows.safety(device=H200, metrics={"hardware_db": 50.0})
     rows.safety("wgrad", device=H200, metrics={"hardware_db": 44.0})

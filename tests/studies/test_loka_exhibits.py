@@ -5,7 +5,7 @@ import pytest
 from reports.study import draw
 from studies.loka import presets
 from studies.loka.exhibits import exhibits
-from studies.loka.exhibits_loss import arms, calibration, mods
+from studies.loka.exhibits_loss import arms, calibration, mods, planners
 from studies.loka.exhibits_map import LETTERS, families, real, safety_maps
 from studies.loka.exhibits_speed import bandwidth, crossover, steps
 from studies.loka.model_sites import model_sites
@@ -113,6 +113,14 @@ def test_calibration_follows_the_diagonal_where_prices_are_right(rows):
     curve, by_recipe = calibration(rows.view())
     assert list(curve.series[0].y) == pytest.approx(list(curve.series[1].y))
     assert by_recipe.rows[0][:3] == ("all", 44, pytest.approx(1.0))
+
+
+def test_planners_name_the_kind_of_their_times(rows):
+    rows.planners()
+    (shown,) = planners(rows.view())
+    assert shown.columns[3].name == "speed-up (simulated)" and "Times are simulated" in shown.note
+    assert [line[0] for line in shown.rows] == ["bf16", "torchao, every linear layer", "ours"]
+    assert shown.rows[0][5] == "-" and shown.rows[1][4] == "not priced" and shown.rows[2][4] == pytest.approx(0.002) and shown.rows[2][5] == pytest.approx((0.002, 0.001, 0.004))
 
 
 def test_times_show_an_interval_only_over_processes(rows):

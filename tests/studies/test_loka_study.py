@@ -21,6 +21,7 @@ from studies.loka import captured as real
 from studies.loka import presets, questions, safety_map
 from studies.loka.data.planted import Planted
 from studies.loka.distributions import DISTRIBUTIONS
+from studies.loka.filter_cells import torchao_filter
 from studies.loka.model_sites import model_sites, traced
 from studies.loka.safety_map import budget_db, operands, quantile_bounds, row_sqnr_db, safety, verdict
 from studies.loka.study import STUDY
@@ -239,6 +240,14 @@ def test_the_table_of_sites_is_what_the_registry_traces(model, size):
     from studies.loka.model_sites import _table
 
     assert traced(model, size) == _table()[f"{model} {size}"]
+
+
+def test_torchaos_filter_converts_no_layer_of_dlrm_v2():
+    """8 nn.Linear: 13-512-256-128 and 3456-1024-1024-512-256-1. 13 and 1 are no multiples of 16; the largest, 3456 -> 1024, is just too small for either rule."""
+    (found,) = torchao_filter(CPU, models=[["dlrm_v2", "mlperf"]]).records["filter"]
+    assert (found["products"], found["seen"], found["converted"]) == (14, 8, {"tensorwise": 0, "rowwise": 0})
+    (wukong,) = torchao_filter(CPU, models=[["wukong", "5.6"]]).records["filter"]
+    assert wukong["seen"] < wukong["products"] and 0.5 < wukong["flops_share"]["tensorwise"] < 1, "large MLPs pass"
 
 
 def test_unknown_models_and_empty_sizes_are_refused():
