@@ -8,12 +8,13 @@ what is left of the loss is its second order, with the logistic curvature p (1 -
 
     dL = 1/2 mean_i p_i (1 - p_i) s_i^2
 
-A head has J = 1: the formula itself. Three ways to s_i^2, `how`:
+A head has J = 1: the formula itself. Four ways to s_i^2, `how`:
 
     error     the product is emulated and e taken as it is. What is common to all examples, the weights' rounding, is in it as it will be.
     operands  sum of (d logit / d x)^2 (dx)^2 and (d logit / d w)^2 (dw)^2 over the elements of x and w, dx and dw their roundings: these are
               independent from element to element, whereas outputs share those of x. From variances alone (studies.loka.predict) it needs no product.
     outputs   sum_j J_ij^2 e_ij^2, as if outputs were independent: they are not, and it shows
+    variances the same with each output's expected square (studies.loka.noise) in e's place: no cast and no product in FP8
 
 First-order change, sum of (p - truth) s_i, is zero in the mean where the model is calibrated; a model far from its optimum moves by it as well,
 up or down, and no price of noise foretells that. Examples are the first axis of every x and y, and share no value.
@@ -32,12 +33,13 @@ from kernels.fp8.quantise import quantise_ref
 from kernels.fp8.recipes import GemmRecipe, OperandRecipe
 from studies.loka.apply import replacement, rewrite
 from studies.loka.flip import in_recipe
+from studies.loka.noise import known, output_variance
 from studies.loka.products import multiply
 from studies.loka.registry import Registry
 
 __all__ = ["HOW", "Price", "Tap", "Taps", "backward_product", "noise_to_signal", "price", "relative_errors", "tap"]
 
-HOW = ("error", "operands", "outputs")
+HOW = ("error", "operands", "outputs", "variances")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,7 +100,14 @@ def price(site: Tap, recipe: GemmRecipe, logits_B: torch.Tensor, how: str = "err
     """The forward product in `recipe`. Raises ValueError for another `how`, and for operands without quantising where they are asked for."""
     if how not in HOW:
         raise ValueError(f"a price is reckoned by one of {HOW}, got {how=}")
-    squares_B = _by_operands(site, recipe, len(logits_B)) if how == "operands" else _by_error(site, recipe, len(logits_B), how)
+    examples = len(logits_B)
+    match how:
+        case "operands":
+            squares_B = _by_operands(site, recipe, examples)
+        case "variances":
+            squares_B = _by_variances(site, recipe, examples)
+        case _:
+            squares_B = _by_error(site, recipe, examples, how)
     p = torch.sigmoid(logits_B.double())
     each_B = 0.5 * p * (1 - p) * squares_B
     return Price(loss=float(each_B.mean()), error=float(each_B.std()) / math.sqrt(len(each_B)))
@@ -148,6 +157,12 @@ def _by_operands(site: Tap, recipe: GemmRecipe, examples: int) -> torch.Tensor:
     if j_BRN.shape[1] == 1:
         return of_x + ((j_BRN[:, 0].square() @ dw) * x_BRK[:, 0].square()).sum(1)
     return of_x + ((j_BRN.mT @ x_BRK).square() * dw).sum((1, 2))
+
+
+def _by_variances(site: Tap, recipe: GemmRecipe, examples: int) -> torch.Tensor:
+    flat = site.x if site.w.ndim > 2 else site.x.reshape(-1, site.x.shape[-1])
+    variance = output_variance(known(flat), known(site.w), recipe).reshape(site.y.shape)
+    return _by_example(site.jacobian.double().square() * variance, examples).sum(1)
 
 
 def _rounding(x: torch.Tensor, operand: OperandRecipe) -> torch.Tensor:

@@ -43,6 +43,7 @@ from suite.stats import Interval
 __all__ = ["calibration_of", "filters", "flips", "gradients", "planners", "restored", "summary", "trained"]
 
 Clock = Callable[..., float | None]
+FEWEST = 4  # points that have a rank correlation
 
 
 def trained(ctx: Context, *, training: dict, data: dict) -> Result:
@@ -82,24 +83,19 @@ def flips(ctx: Context, *, training: dict, data: dict, recipes: list[str], rows:
 
 
 def summary(points: Sequence[dict]) -> dict[str, float]:
-    """Of the points whose measured change is clear of its noise: rank correlations (Spearman), pooled and the lowest within a recipe, and the log-log slope.
+    """Of the points whose measured change is clear of its noise: Spearman's rank correlation of predicted with measured, pooled and the lowest within a
+    recipe, that of noise over signal, and the log-log slope.
 
-    points, excluded, negative: clear ones, those left out, clear ones below zero (which have no logarithm); the intervals' ends are 95% percentiles
-    of 1,000 resamples of sites, whose recipes stay together.
+    points, excluded, negative: clear ones, those left out, clear ones below zero, which have no logarithm.
     """
     clear = [p for p in points if not p["excluded"]]
     counts = {"points": float(len(clear)), "excluded": float(len(points) - len(clear)), "negative": float(sum(p["measured"] < 0 for p in clear))}
-    if len(clear) < 4:
+    if len(clear) < FEWEST:
         return counts
-    by_site = [[p for p in clear if p["site"] == s] for s in sorted({p["site"] for p in clear})]
-    rng = np.random.default_rng(0)
-    drawn = [sum((by_site[i] for i in rng.integers(len(by_site), size=len(by_site))), []) for _ in range(1000)]
-    ranks, slopes = ([f(d) for d in drawn] for f in (lambda d: _rank(d, "error"), _slope))
-    within = [_rank(group, "error") for r in sorted({p["recipe"] for p in clear}) if len(group := [p for p in clear if p["recipe"] == r]) >= 4]
+    groups = [[p for p in clear if p["recipe"] == r] for r in sorted({p["recipe"] for p in clear})]
     return counts | {
-        "rank_correlation": _rank(clear, "error"), "rank_low": float(np.nanpercentile(ranks, 2.5)), "rank_within": min(within, default=0.0),
-        "rank_operands": _rank(clear, "operands"), "rank_outputs": _rank(clear, "outputs"), "rank_noise": _rank(clear, "noise_to_signal"),
-        "slope": _slope(clear), "slope_low": float(np.nanpercentile(slopes, 2.5)), "slope_high": float(np.nanpercentile(slopes, 97.5)),
+        "rank_correlation": _rank(clear, "error"), "rank_within": min((_rank(g, "error") for g in groups if len(g) >= FEWEST), default=0.0),
+        "rank_noise": _rank(clear, "noise_to_signal"), "slope": _slope(clear),
     }  # fmt: skip
 
 
@@ -308,10 +304,10 @@ def _rank(points: Sequence[dict], predicted: str) -> float:
 
 
 def _slope(points: Sequence[dict]) -> float:
-    """Of log measured on log predicted, least squares."""
+    """Of log measured on log predicted, least squares; 0 where there is none."""
     above = [p for p in points if p["measured"] > 0]
     x, y = (np.log([p[k] for p in above]) for k in ("error", "measured"))
-    return float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else math.nan
+    return float(np.polyfit(x, y, 1)[0]) if len(set(x)) > 1 else 0.0
 
 
 def _kind(ctx: Context) -> str:
