@@ -63,7 +63,9 @@ def trained(ctx: Context, *, training: dict, data: dict) -> Result:
 def flips(ctx: Context, *, training: dict, data: dict, recipes: list[str], rows: int, calibration: int, chunk: int) -> Result:
     """Each site in each recipe, forward: predicted, measured, and what noise alone would say.
 
-    Metrics (`summary`) and the record "points": one a flip, with its predicted changes of log-loss in three ways, the measured one and its error.
+    Metrics (`summary`) and the record "points": one a flip, with its predicted changes of log-loss in all ways of studies.loka.price, the measured one and
+    its error, and beside them the change that would have been measured if the model's own probabilities were the truth (measured_if_calibrated): what
+    lies between the two is the first order, which no price of noise foretells.
     """
     learner, planted = restored(ctx, training, data)
     registry, taps = calibration_of(learner, planted.batch(0, calibration, part="calibration").to(ctx.device))
@@ -77,8 +79,8 @@ def flips(ctx: Context, *, training: dict, data: dict, recipes: list[str], rows:
             })  # fmt: skip
     base, changes = measured(learner, registry, planted, {s.name: recipes for s in registry.sites}, rows, chunk)
     for point in points:
-        change = measured_change(changes[point["site"], point["recipe"]], torch.zeros(rows, dtype=torch.float64))
-        point |= {"measured": change.value, "standard_error": change.error, "excluded": change.excluded}
+        truly, own = (measured_change(change, torch.zeros(rows, dtype=torch.float64)) for change in changes[point["site"], point["recipe"]])
+        point |= {"measured": truly.value, "standard_error": truly.error, "excluded": truly.excluded, "measured_if_calibrated": own.value}
     return Result(metrics={**summary(points), "log_loss": float(base.mean())}, records={"points": points}, kind=_kind(ctx))
 
 
@@ -267,16 +269,19 @@ def calibration_of(learner: Learner, batch: Batch) -> tuple[Registry, Taps]:
 
 
 def measured(learner: Learner, registry: Registry, planted: Planted, recipes: dict, rows: int, chunk: int) -> tuple[torch.Tensor, dict]:
-    """(losses of the model as it is [rows], (site, recipe) -> change of each row's loss), on the first `rows` of the test part."""
+    """(losses of the model as it is [rows], (site, recipe) -> changes of each row's loss, by the known p and by the model's own), first `rows` of the test part."""
     base, changes = [], {}
     for batch in _test_part(planted, rows, chunk):
         batch = batch.to(learner.device)
         for site, recipe, logits in flipped_logits(registry, _inputs(learner, batch)[:2], recipes):
-            if site:
-                changes.setdefault((site, recipe), []).append((losses(logits, batch.p) - base[-1]).cpu())
-            else:
-                base.append(losses(logits, batch.p))
-    return torch.cat(base).cpu(), {key: torch.cat(parts) for key, parts in changes.items()}
+            if not site:
+                truths = batch.p, torch.sigmoid(logits.double())
+                plain = [losses(logits, p) for p in truths]
+                base.append(plain[0].cpu())
+                continue
+            for k in (0, 1):
+                changes.setdefault((site, recipe), ([], []))[k].append((losses(logits, truths[k]) - plain[k]).cpu())
+    return torch.cat(base), {key: tuple(map(torch.cat, parts)) for key, parts in changes.items()}
 
 
 def _test_part(planted: Planted, rows: int, chunk: int) -> Iterator[Batch]:
