@@ -23,13 +23,13 @@ from torch import fx
 
 from studies.loka.products import argument
 
-__all__ = ["NORMS", "Step", "chain", "consumers", "producers", "reaches_output", "step_at"]
+__all__ = ["NORMS", "Step", "asks_shape", "chain", "consumers", "producers", "reaches_output", "step_at"]
 
 NORMS = ("layernorm", "rmsnorm", "blocknorm")
 ACTIVATIONS = {F.silu: "silu", F.hardswish: "hardswish", F.relu: "relu", torch.relu: "relu", "relu": "relu"}
 RESHAPES = {torch.reshape, torch.flatten, "reshape", "view", "flatten", "unflatten", torch.unflatten}
-SHAPE_QUERIES = {"size", "dim", "ndimension", "numel"}
-SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device")
+SHAPE_QUERIES = {"size", "dim", "ndimension", "numel", "is_floating_point"}
+SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda")
 MULTIPLY, ADD, DIVIDE = {operator.mul, torch.mul, "mul", operator.imul}, {operator.add, torch.add, "add", operator.iadd}, {operator.truediv, torch.div, "div"}
 # what keeps a logit a logit, or makes it a probability: elementwise operators and rearrangements
 TO_OUTPUT = RESHAPES | MULTIPLY | ADD | DIVIDE | {
@@ -87,14 +87,14 @@ def reaches_output(node: fx.Node, module: Callable[[str], torch.nn.Module]) -> b
         if user.op == "output":
             return True
         passes = user.target in TO_OUTPUT if user.op != "call_module" else isinstance(module(user.target), TO_OUTPUT_MODULES)
-        if passes and not _asks_shape(user) and reaches_output(user, module):
+        if passes and not asks_shape(user) and reaches_output(user, module):
             return True
     return False
 
 
 def readers(node: fx.Node) -> list[fx.Node]:
     """Users that read the numbers of `node`."""
-    return [u for u in node.users if not _asks_shape(u)]
+    return [u for u in node.users if not asks_shape(u)]
 
 
 def step_at(node: fx.Node) -> Step | None:
@@ -109,7 +109,8 @@ def step_at(node: fx.Node) -> Step | None:
     return None
 
 
-def _asks_shape(user: fx.Node) -> bool:
+def asks_shape(user: fx.Node) -> bool:
+    """Whether a node reads a tensor's shape, dtype or device, not its numbers."""
     return user.target in SHAPE_QUERIES or (user.target is getattr and user.args[1] in SHAPE_ATTRIBUTES)
 
 

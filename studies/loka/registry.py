@@ -7,19 +7,17 @@
 A site is named by the module whose forward has the product: "<module path>:<op>", with "#2", "#3" behind its later ones in the order of the graph, so a
 name stays while the module stays. Sizes come from one run on the example, without gradients and without dropout; on the meta device it costs nothing.
 
-A module whose forward decides by its inputs' values or shapes cannot be traced. It stays as it is, its linear layers are named in `unsupported`, and the
-rest of the model goes on. Embedding bags, dropout and batch norms are kept whole too; they hold no products. `training` is read when the traced
-model runs, not when it is traced. Not done: guessing which branch a forward would take, products inside a model's own autograd functions.
+What studies.loka.tracing keeps whole stays as it is: its linear layers are named in `unsupported`, and the rest of the model goes on.
+Not done: products inside a model's own autograd functions.
 """
 
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +26,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from studies.loka.chains import consumers, producers, reaches_output
 from studies.loka.products import Form, form_of, multiply
-from studies.loka.sharing import shared_copy
 from studies.loka.site import Site
+from studies.loka.tracing import traced
 
 __all__ = ["Product", "Registry", "trace"]
 
-# modules of torch.nn that the trace sees through; the others are kept whole
-OPEN = (nn.Linear, nn.Sequential, nn.Identity, nn.Flatten, nn.LayerNorm, nn.RMSNorm, nn.SiLU, nn.Hardswish, nn.ReLU, nn.Bilinear)
 TABLES = (nn.Embedding, nn.EmbeddingBag)
+INSIDE = "{} is torch.nn's own and kept whole, its products out of sight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,91 +74,14 @@ def trace(model: nn.Module, *example: object) -> Registry:
     """
     if plain := [x for x in example if isinstance(x, (bool, int, float, str, type(None)))]:
         raise ValueError(f"an example holds tensors, or collections of them, got {plain[0]!r}; fix such an argument in the model, by a module around it")
-    names = _argument_names(model, len(example))
-    closed: dict[str, str] = {}
-    while True:  # once more for each module that cannot be traced
-        root = shared_copy(model)
-        try:
-            graph = _Tracer(names, closed).trace(root)
-            break
-        except _Untraceable as found:
-            if not found.path:
-                raise ValueError(f"the forward of {type(root).__name__} itself cannot be traced: {found.reason}; move that part into a submodule, which then stays as it is") from found
-            closed[found.path] = found.reason
+    root, graph, closed = traced(model, example)
     _measure(root, graph, example)
     products, unsupported = _products(root, graph)
     sites = tuple(_site(name, product, root, needs_grad) for needs_grad in [_needs_grad(root, graph, example)] for name, product in products.items())
     return Registry(sites=sites, graph=graph, root=root, products=products, unsupported=unsupported | _unseen(root, graph, closed))
 
 
-# ---- tracing ---------------------------------------------------------------------------------------------------------------------
-
-
-class _Untraceable(Exception):
-    def __init__(self, path: str, error: Exception) -> None:
-        self.path, self.reason = path, (str(error).strip().splitlines() or [type(error).__name__])[0].split(". ")[0]
-        super().__init__(path, self.reason)
-
-
-class _Tracer(fx.Tracer):
-    """Traces a forward of these arguments; modules in `closed` are kept whole."""
-
-    def __init__(self, names: Sequence[str], closed: Mapping[str, str]) -> None:
-        super().__init__(autowrap_modules=())
-        self.names, self.closed = names, closed
-        self.trace_asserts = self.proxy_buffer_attributes = True
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Kept whole: closed ones, and torch.nn's that are not OPEN, unless they hold linear layers."""
-        if module_qualified_name in self.closed:
-            return True
-        theirs = type(m).__module__.startswith("torch.nn") and not isinstance(m, OPEN)
-        return theirs and not any(isinstance(child, nn.Linear) for child in m.modules())
-
-    def create_args_for_root(self, root_fn: Callable, is_module: bool, concrete_args: object = None) -> tuple[Callable, list]:
-        """One placeholder an argument of the example; and, so that `training` is read late, a node for that attribute of every module."""
-        arguments = [self.create_proxy("placeholder", name, (), {}) for name in self.names]
-        for path, module in self.root.named_modules():
-            module.__dict__["training"] = self.create_proxy("get_attr", f"{path}.training".lstrip("."), (), {})
-        return root_fn, [self.root, *arguments]
-
-    def trace(self, root: nn.Module) -> fx.Graph:
-        modes = {module: module.training for module in root.modules()}
-        try:
-            graph = super().trace(root)
-        except _Untraceable:
-            raise
-        except Exception as error:  # a stranger's forward under proxies may raise anything; run for real it says so itself
-            raise _Untraceable("", error) from error
-        finally:
-            for module, mode in modes.items():
-                module.__dict__["training"] = mode
-        for node in [n for n in graph.nodes if _is_mode(n) and not n.users]:
-            graph.erase_node(node)
-        return graph
-
-    def call_module(self, m: nn.Module, forward: Callable, args: tuple, kwargs: dict) -> object:
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except _Untraceable:
-            raise
-        except Exception as error:
-            raise _Untraceable(self.path_of_module(m), error) from error
-
-
-def _argument_names(model: nn.Module, count: int) -> list[str]:
-    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    least = sum(p.default is p.empty for p in parameters if p.name in names)
-    if any(p.kind == p.VAR_POSITIONAL for p in parameters):
-        names += [f"argument_{i}" for i in range(len(names), count)]
-    if not least <= count <= len(names):
-        raise ValueError(f"the forward of {type(model).__name__} takes {least} to {len(names)} arguments by position, got an example of {count}; give those of one call, in order")
-    return names[:count]
-
-
-def _is_mode(node: fx.Node) -> bool:
-    return node.op == "get_attr" and node.target.split(".")[-1] == "training"
+# ---- sizes -----------------------------------------------------------------------------------------------------------------------
 
 
 class _Sizes(fx.Interpreter):
@@ -275,12 +195,13 @@ def _site(name: str, product: Product, root: nn.Module, needs_grad: set[fx.Node]
 
 def _unseen(root: nn.Module, graph: fx.Graph, closed: Mapping[str, str]) -> dict[str, str]:
     """Linear layers inside modules that were kept whole, and such modules with matrices of their own; tables of embeddings multiply nothing."""
-    found = {}
-    for path in {n.target: None for n in graph.nodes if n.op == "call_module"}:
+    found, given = {}, _of_inputs(graph)
+    for path in {n.target: None for n in graph.nodes if n.op == "call_module" and n in given}:
         kept = root.get_submodule(path)
         kind = type(kept).__name__
         linears = [f"{path}.{name}".rstrip(".") for name, m in kept.named_modules() if isinstance(m, nn.Linear)]
-        found |= {name: f"inside {path} ({kind}), which cannot be traced: {closed.get(path, '')}" for name in linears}
+        why = f"inside {path} ({kind}), which cannot be traced: {closed[path]}" if path in closed else INSIDE.format(f"{path} ({kind})")
+        found |= dict.fromkeys(linears, why)
         if not linears and not isinstance(kept, TABLES) and any(p.ndim > 1 for p in kept.parameters()):
-            found[path] = f"{kind} cannot be traced: {closed[path]}" if path in closed else f"{kind} computes its products inside one operator"
+            found[path] = f"{kind} cannot be traced: {closed[path]}" if path in closed else INSIDE.format(kind)
     return found

@@ -77,6 +77,7 @@ FORMS = {
     "x.matmul of a part of w": (lambda s, x: x.matmul(s.w[1]), [(6, 8)], {"w": (2, 8, 5)}, ("linear", 1, 6, 5, 8)),
     "a weight made of two": (lambda s, x: F.linear(x, torch.cat((s.v, s.w * 2.0))), [(6, 8)], {"v": (2, 8), "w": (3, 8)}, ("linear", 1, 6, 5, 8)),
     "w @ x": (lambda s, x: s.w @ x, [(2, 8, 3)], {"w": (5, 8)}, ("linear", 1, 6, 5, 8)),
+    "weight norm": (lambda s, x: s.w(x), [(6, 8)], {"w": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 5))}, ("linear", 1, 6, 5, 8)),
     "w by token @ x": (lambda s, x: torch.matmul(x, s.w.transpose(1, 2)), [(4, 6, 8)], {"w": (4, 5, 8)}, ("linear", 4, 6, 5, 8)),
     "addmm": (lambda s, x: torch.addmm(s.b, x, s.w), [(6, 8)], {"b": (5,), "w": (8, 5)}, ("linear", 1, 6, 5, 8)),
     "addmm of a matrix": (lambda s, x: torch.addmm(s.b, x, s.w), [(6, 8)], {"b": (6, 5), "w": (8, 5)}, ("linear", 1, 6, 5, 8)),
@@ -94,10 +95,11 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_however_written_has_its_sizes_and_goes_through_one_function(form):
     call, inputs, parameters, expected = FORMS[form]
-    model = Model(call, **{name: draw(*shape, seed=i + 9) for i, (name, shape) in enumerate(parameters.items())})
+    model = Model(call, **{name: shape() if callable(shape) else draw(*shape, seed=i + 9) for i, (name, shape) in enumerate(parameters.items())})
     example = [draw(*shape, seed=i) for i, shape in enumerate(inputs)]
     registry = trace(model, *example)
     (site,) = registry.sites
+    assert not registry.unsupported
     assert (site.op, site.batch, site.m, site.n, site.k) == expected
     seen = []
 
@@ -242,11 +244,50 @@ def test_modules_that_decide_by_their_input_stay_as_they_are_and_the_rest_goes_o
         registry.site("gate.yes")
 
 
+class Shaped(nn.Module):
+    """Asserts a shape, and decides by another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 8)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        batch, features = x.shape
+        assert features == 8 and x.dim() == 2, "features"
+        h = self.inner(x)
+        return self.outer(h) if h.shape[0] > 1 else -self.outer(h)
+
+
+def test_a_condition_on_shapes_is_decided_by_the_example_and_checked_when_the_graph_runs():
+    model = Shaped().eval()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    for batch, other in ((5, 1), (1, 5)):
+        registry = trace(model, draw(batch, 8))
+        traced = rewrite(registry, [])
+        assert [s.name for s in registry.sites] == ["inner.2:linear", "outer:linear"] and not registry.unsupported
+        assert torch.equal(traced(draw(batch, 8, seed=2)), model(draw(batch, 8, seed=2)))
+        with pytest.raises(ValueError, match=f"was {batch > 1} for the example is {batch == 1} for these inputs"):
+            traced(draw(other, 8))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and not model.training
+    compiled = torch.compile(rewrite(trace(model, draw(5, 8)), []), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(draw(4, 8)), model(draw(4, 8)))
+
+
+def test_a_module_that_branches_on_its_mode_is_kept_whole_and_follows_it():
+    moded = Model(lambda s, x: s.layer(x * 2 if s.training else x), layer=nn.Linear(8, 8))
+    model = nn.Sequential(moded, nn.Linear(8, 2))
+    registry = trace(model, draw(6, 8))
+    assert [s.name for s in registry.sites] == ["1:linear"] and "0.layer" in registry.unsupported
+    traced = rewrite(registry, [])
+    for mode in (True, False):
+        assert torch.equal(traced.train(mode)(draw(6, 8)), model.train(mode)(draw(6, 8)))
+
+
 def test_modules_that_multiply_inside_one_operator_are_named():
     model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.LSTM(6, 6), Model(lambda s, y: y[0]), nn.Linear(6, 2))
     registry = trace(model, draw(2, 4, 8))
     assert [s.name for s in registry.sites] == ["3:linear"] and registry.unsupported == {
-        "0": "Conv1d computes its products inside one operator", "1": "LSTM computes its products inside one operator"
+        name: f"{kind} is torch.nn's own and kept whole, its products out of sight" for name, kind in (("0", "Conv1d"), ("1", "LSTM"))
     }  # fmt: skip
 
 
@@ -298,7 +339,9 @@ class Optional(nn.Module):
 def test_arguments_that_the_example_leaves_out_keep_their_defaults():
     model, x, mask = Optional(), draw(6, 8), draw(6, 4, seed=1)
     for example in ((x,), (x, mask)):
-        assert torch.equal(rewrite(trace(model, *example), [])(*example), model(*example))
+        traced = rewrite(trace(model, *example), [])
+        assert torch.equal(traced(*example), model(*example))
+        assert torch.equal(rewrite(trace(traced, x, mask), [])(x, mask), model(x, mask)), "tracing again reads the model's own forward"
 
 
 WRONG = {
