@@ -16,7 +16,7 @@ What a layer keeps for its backward, in bytes an element (of x beside what its p
 
 Scales along K serve no product that contracts M or N: quantising again from x is exact, from FP8 it would round twice. Where they do serve
 (`serves`), forward and backward share one quantisation. Weights are quantised in every step that uses them: a cache over steps would be stale
-in a replayed CUDA graph, which changes parameters behind Python's back. For frozen weights pass a `Quantised` in w's place: it trains x only.
+in a replayed CUDA graph, which changes parameters behind Python's back. For serving pass a `Quantised` in w's place; there are no gradients then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def linear(x: torch.Tensor, w_NK: Operand, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
-    """y = x w^T + bias in x's dtype; x [..., K], w [N, K], bias [N]. A `Quantised` w is that of the forward's recipe and gets no gradient.
+    """y = x w^T + bias in x's dtype; x [..., K], w [N, K], bias [N]. A `Quantised` w, of the forward's recipe, is for inference.
 
     Raises ValueError for sizes that do not fit, for dtypes that are no floats, and for recipes that kernels.fp8.recipes.GEMMS does not hold.
     """

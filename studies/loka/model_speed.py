@@ -137,7 +137,7 @@ def subject_of(ctx: Context, model: str, size: str, mods: str, batch: int, train
     labels = (torch.arange(batch, device=ctx.device) % 4 == 0).float()
     subject = Subject(module=module, example=example, labels=labels, registry=trace(module, *example), training=training)
     if "times" in ctx.inputs:
-        times = ctx.input_record("times", "times")
+        times = ctx.input_record("times", "times" if training else "serving")
         subject = replace(subject, times=times, chosen=backends_of(subject.registry.sites, times))
     if "plan" in ctx.inputs:
         found = ctx.input_record("plan", "plan")
@@ -164,7 +164,7 @@ def planned(subject: Subject, name: str) -> Plan:
     elif words[0] == DISPATCH and len(words) == 1 + fused:
         if subject.plan is None and not subject.times:
             raise ValueError("a dispatched plan needs an input cell 'plan' or 'times', got neither; give the cell one")
-        plan = subject.plan or fastest(subject.registry.sites, subject.times)[0]
+        plan = subject.plan or fastest(subject.registry.sites, subject.times, passes=subject.passes)[0]
     else:
         raise ValueError(f"a variant is 'bf16', 'torchao', 'single RECIPE' or 'dispatch', the last two also with ' fused' or ' epilogues', got {name!r}")
     if not subject.training:

@@ -1,7 +1,7 @@
 """Times of a model's own products: every site and pass in bf16 and in FP8 recipes, and the fastest plan that they allow.
 
     site_times(ctx, model="wukong", size="5.6", mods="nobias+blocknorm+hardswish", batch=6144, recipes={"forward": ["rowwise-fast"], ...}, ...)
-    plan, backends = fastest(sites, record["times"])
+    plan, backends = fastest(sites, record["times"])              # or of record["serving"], with passes=("forward",)
 
 Equal shapes are timed once. FP8 times have the quantising of both operands in them, so what a step shares (one quantisation of a gradient for
 two products) is not credited. `log_speedup_low` is ln(bf16's time / this one's) less the contest's noise floor: a recipe is taken where it is
@@ -54,7 +54,10 @@ def site_times(
     ctx: Context, *, model: str, size: str, mods: str, batch: int, recipes: Mapping[str, Sequence[str]], backends: Sequence[str], rounds: int, launches: int,
     warmup_s: float,
 ) -> Result:  # fmt: skip
-    """Record "times": a line for each product, recipe and backend. Raises Pause with what was timed kept, and goes on from there."""
+    """Record "times": a line for each product, recipe and backend; "serving": the same of forward products, with weights quantised beforehand.
+
+    Raises Pause with what was timed kept, and goes on from there.
+    """
     module, example = built(model, size, mods, batch, ctx.device, ctx.seed)
     sites = trace(module, *example).sites
     del module, example
@@ -67,18 +70,19 @@ def site_times(
         done.append(_timed(ctx, site, which, recipes.get(which, ()), backends, rounds, launches, warmup_s))
         ctx.state_dir.mkdir(parents=True, exist_ok=True)
         state.write_text(json.dumps(done))
-    times = [line for product in done for line in product["times"]]
+    times, serving = ([line for product in done for line in product[name]] for name in ("times", "serving"))
     plan, _ = fastest(sites, times)
     worst = max(product["noise_floor"] for product in done)
     return Result(
         metrics={"products": float(len(done)), "fp8_products": float(len({_shape(x) for x in times if x["recipe"] != BASE and x["log_speedup_low"] > 0})), "noise_floor": worst},
-        records={"times": times, "unsupported": [u for product in done for u in product["unsupported"]], "plan": {s: dict(p) for s, p in plan.recipes.items()}},
+        records={"times": times, "serving": serving, "unsupported": [u for product in done for u in product["unsupported"]], "plan": {s: dict(p) for s, p in plan.recipes.items()}},
     )
 
 
 def _timed(ctx: Context, site: Site, which: str, recipes: Sequence[str], backends: Sequence[str], rounds: int, launches: int, warmup_s: float) -> dict:
     operands = make_operands(site, which, ctx.device, seed=400 + ctx.seed)
-    entries, refused = entered(operands, recipes, backends, (), ctx.device, works=("whole",))
+    works = ("whole", "frozen") if site.op == "linear" else ("whole",)
+    entries, refused = entered(operands, recipes, backends, (), ctx.device, works=works)
     errors: dict[str, float] = {}
     variants = [variant_of(e, operands, errors, "none", "identity") for e in entries]
     result = contest(variants, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, control="bf16")
@@ -86,22 +90,24 @@ def _timed(ctx: Context, site: Site, which: str, recipes: Sequence[str], backend
     where = {"batch": site.batch, "m": site.m, "n": site.n, "k": site.k, "which": which}
     lines = [where | line_of(e, result, operands, errors) for e in entries]
     low = lambda x: x["log_speedup"] - (found["noise_floor"] if x["recipe"] != BASE else 0.0)  # noqa: E731
-    return found | {"times": [x | {"log_speedup_low": low(x)} for x in lines], "unsupported": [where | u for u in refused]}
+    lines = [x | {"log_speedup_low": low(x)} for x in lines]
+    of = lambda work: [x for x in lines if x["work"] in ("bf16", work)]  # noqa: E731
+    return found | {"times": of("whole"), "serving": of(works[-1]) if which == "forward" else [], "unsupported": [where | u for u in refused]}
 
 
 def _shape(line: Line) -> tuple:
     return (line["which"], line["batch"], line["m"], line["n"], line["k"])
 
 
-def fastest(sites: Sequence[Site], times: Sequence[Line], *, keep: Sequence[str] = ()) -> tuple[Plan, dict[Wanted | None, str]]:
-    """The fastest recipe whose `log_speedup_low` is above 0 for each site and pass, heads and `keep` left in bf16; and the backend of each product.
+def fastest(sites: Sequence[Site], times: Sequence[Line], *, passes: Sequence[str] = PASSES, keep: Sequence[str] = ()) -> tuple[Plan, dict[Wanted | None, str]]:
+    """The fastest recipe whose `log_speedup_low` is above 0 for each site and pass of `passes`, heads and `keep` left in bf16; and each product's backend.
 
     Raises ValueError where a product of a site was not timed.
     """
     recipes: dict[str, dict[str, str]] = {}
     chosen: dict[Wanted | None, str] = {}
     for s in sites:
-        for which in s.passes:
+        for which in [p for p in s.passes if p in passes]:
             lines = [x for x in times if _shape(x) == (which, s.batch, s.m, s.n, s.k)]
             if not lines:
                 raise ValueError(f"every product is timed, got no time of the {which} of {s.name}: batch {s.batch}, m {s.m}, n {s.n}, k {s.k}; run site_times for this model, size and batch")

@@ -77,6 +77,10 @@ def test_every_product_of_a_model_is_timed_once_and_a_pause_goes_on(on_cpu, tmp_
     assert set(want) == {(which, s.batch, s.m, s.n, s.k) for s in sites for which in s.passes}
     timed = {(x["which"], x["batch"], x["m"], x["n"], x["k"], x["recipe"], x["backend"]) for x in result.records["times"]}
     assert len(timed) == len(result.records["times"]) and {t[:5] for t in timed} == set(want)
+    serving = result.records["serving"]
+    assert {_["which"] for _ in serving} == {"forward"} and {x["work"] for x in serving if x["batch"] == 1} == {"bf16", "frozen"}
+    assert {x["work"] for x in serving if x["batch"] > 1} == {"bf16", "whole"}  # two activations: nothing is frozen
+    assert {t[:5] for t in timed if t[0] == "forward"} == {(x["which"], x["batch"], x["m"], x["n"], x["k"]) for x in serving}
     assert any(u["why"] == "no batch" for u in result.records["unsupported"])
     assert not any(s.trains_x for s in sites if s.name.startswith("dense.0"))  # dense features have no gradient
 
@@ -88,6 +92,7 @@ def test_the_fastest_plan_takes_what_is_above_the_noise_and_leaves_heads_alone()
     plan, chosen = fastest([a, b, head], times)
     assert plan.recipes == {"a": {"forward": "rowwise"}, "b": {"wgrad": "rowwise"}}
     assert chosen == {("rowwise", 1, 64, 32, 16): "torch", ("rowwise", 1, 32, 48, 64): "torch"}
+    assert fastest([a, b, head], times, passes=("wgrad",))[0].recipes == {"b": {"wgrad": "rowwise"}}
     assert fastest([a, b, head], times, keep=("a",))[0].recipes == {"b": {"wgrad": "rowwise"}}
     every = backends_of([a, b, head], times)
     assert every["blockwise", 1, 64, 32, 16] == "triton" and every["rowwise", 1, 64, 32, 16] == "torch" and len(every) == 2 * 2 + 2 * 2 + 2
@@ -181,6 +186,8 @@ def times(tmp_path):
     half, more = {("bf16", ""): 2.0, ("rowwise", "torch"): 1.0}, {("bf16", ""): 2.0, ("rowwise", "torch"): 3.0}
     record = [x for s, which in distinct(trace(module, *example).sites) for x in lines(s, which, more if which == "dgrad" else half)]
     (tmp_path / "times.json").write_text(json.dumps(record))
+    rows = [x | {"recipe": "bf16" if x["recipe"] == "bf16" else "rowwise-fast"} for x in record if x["which"] == "forward"]
+    (tmp_path / "serving.json").write_text(json.dumps(rows))
     return tmp_path
 
 
@@ -204,6 +211,7 @@ def test_a_training_step_of_every_variant_is_checked_against_bf16(on_cpu, times,
 def test_inference_runs_the_forward_products_of_a_plan_only(on_cpu, times) -> None:
     result = dense_step(Context(device="cpu", inputs={"times": times}), **asked(training=False, variants=["bf16", "single rowwise", "dispatch fused", "single blockwise epilogues"]))
     assert result.records["variants"][3]["joined_sites"] == 0 < result.records["variants"][3]["fused_sites"]  # its blocks are below 256 features
+    assert {r for p in result.records["plans"]["dispatch fused"]["recipes"].values() for r in p.values()} == {"rowwise-fast"}  # of the table for serving
     assert all(set(p) == {"forward"} for v in ("single rowwise", "dispatch fused") for p in result.records["plans"][v]["recipes"].values())
     assert "gradient_cosine" not in result.records["variants"][1] and result.records["variants"][2]["fused_sites"] > 0
 

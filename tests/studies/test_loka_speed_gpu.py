@@ -41,6 +41,7 @@ def test_products_and_steps_of_a_model_run_in_training_and_serving(tmp_path) -> 
     recipes = {"forward": ["rowwise-fast", "blockwise"], "dgrad": ["rowwise-p2"], "wgrad": ["rowwise-p2"]}
     timed = site_times(Context(device="cuda", state_dir=tmp_path), **where, recipes=recipes, backends=["triton", "torch"], **QUICK)
     (tmp_path / "times.json").write_text(json.dumps(timed.records["times"]))
+    (tmp_path / "serving.json").write_text(json.dumps(timed.records["serving"]))
     ctx = Context(device="cuda", inputs={"times": tmp_path})
     training = model_speed.dense_step(ctx, **where, training=True, variants=["bf16", "single rowwise", "single rowwise fused", "dispatch"], table_rows=1000, **QUICK)
     assert all(x["gradient_cosine"] > 0.8 for x in training.records["variants"]) and training.metrics["rest_us"] > 0
