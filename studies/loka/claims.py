@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from studies.loka import findings, findings_loss, findings_speed
+from studies.loka import findings, findings_loss, findings_probe, findings_speed
 from suite.claims import Claim
 
 RUN, RUN_GPU = "make study-loka", "make study-loka PRESET=gpu"
@@ -17,6 +17,7 @@ _ALL = partial(Claim, target=1.0, bar=1.0, margin=0.0, unit="share", source="our
 _TIME = partial(Claim, unit="x", smallest_n=5, command=RUN_GPU)
 _LOSS = partial(Claim, margin=0.0, unit="relative", direction="lower", smallest_n=5, command=RUN_GPU)
 _PRICE = partial(Claim, target=None, margin=0.0, device="", smallest_n=40, source="ours", command=RUN)
+_PROBE = partial(Claim, target=None, margin=0.0, device="", source="ours", command=RUN)
 
 CLAIMS = (
     _ALL(id="row_scales_break_tensorwise", statement="Where the rows of an activation differ in scale, FP8 with one scale a tensor is unsafe at every inner site of the models, forward; with one scale a row none is.",
@@ -27,6 +28,13 @@ CLAIMS = (
           device="", test=findings.torchao_filter, source="ours; the filter's thresholds", command=RUN),
     Claim(id="hardware_matches_emulation", statement="The H200's FP8 products agree with the emulation that the CPU's numbers come from, in the worst row.", target=45.0, bar=45.0, margin=0.0, unit="dB",
           test=findings.hardware_matches, source="ours; 14 bits of Hopper's accumulator at 4096 terms", command=RUN_GPU),
+    _PROBE(id="probe_prediction_error_db", statement="From one sketch the probe predicts the 1st percentile of rows of every recipe, forward and dgrad, to a decibel, whatever the distribution.", bar=1.0, unit="dB", direction="lower",
+           test=findings_probe.probe_prediction_error_db),
+    _PROBE(id="gaussian_probe_hides_rows", statement="Where rows differ in scale a Gaussian probe puts the worst rows' SQNR too high, by this much.", bar=10.0, unit="dB", test=findings_probe.gaussian_probe_hides_rows),
+    _PROBE(id="mere_unstable", statement="The mean elementwise relative error of one ordinary Gaussian product differs between seeds by this factor.", bar=1.2, unit="x", test=findings_probe.mere_unstable),
+    _PROBE(id="stops_rightly", statement="Stopping as soon as the interval is clear gives a wrong verdict in at most 5% of streams.", bar=0.05, unit="share", direction="lower", test=findings_probe.stops_rightly),
+    Claim(id="probe_overhead", statement="The probe, every 100 steps on all sites, activations, weights and gradients of Wukong-5.6, adds at most this share of a run's time.", target=0.01, bar=0.005, margin=0.0, unit="share",
+          direction="lower", smallest_n=5, test=findings_probe.probe_overhead, source=PAPER, command=RUN_GPU),
     _PRICE(id="loss_prediction", statement="The price of a product in log-loss ranks single products in FP8 as their measured changes do (rank correlation).", bar=0.9, test=findings_loss.loss_prediction),
     _PRICE(id="loss_prediction_slope", statement="Measured changes grow with predicted ones: the slope on log-log, or its inverse, is at most 2.", bar=2.0, direction="lower", unit="x", test=findings_loss.loss_prediction_slope),
     _PRICE(id="price_beats_noise", statement="The price ranks better than noise over signal at the product alone (difference of rank correlations).", bar=0.0, test=findings_loss.price_beats_noise),

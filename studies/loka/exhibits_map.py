@@ -107,13 +107,13 @@ def _model(title: str, model: str, which: str, asked: Mapping[Key, Sequence], by
         own = [site for name, site, w in sites if name == model and w == which]
         cells = [by.get((key, d)) for d in distributions]
         used += [r for r in cells if r is not None and own]
-        lines += [(name, count, size, *(_safe(r, recipes) for r in cells)) for (name, size), count in families(own, which).items()]
+        lines += [(_short(name, count), size, *(_safe(r, recipes) for r in cells)) for (name, size), count in families(own, which).items()]
     letters = ", ".join(f"{LETTERS[r]} {r}" for r in recipes)
-    columns = [Column(name="site"), Column(name="of them"), Column(name="product"), *(Column(name=d) for d in distributions)]
+    columns = [Column(name="site"), Column(name="product"), *(Column(name=d) for d in distributions)]
     return Table(
         title=f"{title}: {model}, {PASS_TITLES[which]}", columns=columns, rows=lines, sources=used,
-        note=f"The recipes that are safe there: {letters}; ? undecided. A product is rows x contracted x columns at a batch of {m.batch:,} examples, of "
-        f"which {m.rows} rows and {m.contracted:,} contracted elements were computed; sites of equal cut sizes share a cell.",
+        note=f"The recipes that are safe there: {letters}; ? undecided. A product is rows x contracted x columns at a batch of {m.batch:,} examples, k 1024; at "
+        f"most {m.rows} rows and {m.contracted:,} contracted elements of a draw are computed, and sites of equal cut sizes share a cell.",
     )  # fmt: skip
 
 
@@ -125,9 +125,19 @@ def families(sites: Sequence[Site], which: str) -> dict[tuple[str, str], int]:
     return {(names[0] if len(names) == 1 else family, size): len(names) for (family, size), names in out.items()}
 
 
+def _short(name: str, count: int) -> str:
+    """A linear layer needs no word for what it is."""
+    return name.removesuffix(":linear") + (f" ({count})" if count > 1 else "")
+
+
 def _product(site: Site, which: str) -> str:
+    """Rows, contracted elements, columns; spaces that do not break."""
     g = site.gemm(which)
-    return (f"{g.batch:,} of " if g.batch > 1 else "") + f"{g.r:,} x {g.c:,} x {g.s:,}"
+    return ((f"{_count(g.batch)} of " if g.batch > 1 else "") + " x ".join(map(_count, (g.r, g.c, g.s)))).replace(" ", "\u00a0")
+
+
+def _count(n: int) -> str:
+    return f"{n / 2**20:.3g}M" if n >= 2**20 else f"{n / 2**10:.3g}k" if n >= 10_000 else str(n)
 
 
 def _safe(row: Row | None, recipes: Sequence[str]) -> str | None:

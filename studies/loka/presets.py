@@ -66,6 +66,18 @@ class Quality:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Predictions against the truth, stopping, and the paper's probe; `overhead` times whole runs of Wukong-5.6."""
+
+    distributions: tuple[str, ...] = SYNTHETIC
+    m: int = 1024
+    k: int = 256
+    n: int = 128
+    overhead: int = 0  # process starts
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pricing:
     """A Wukong trained on known probabilities; every site in every recipe, one at a time; all planners from those prices."""
 
@@ -113,6 +125,7 @@ class Config:
 
     map: Map | None = None
     real: Real | None = None
+    probe: Probe | None = None
     torchao_filter: bool = False  # what it makes of MODELS
     pricing: tuple[Pricing, ...] = ()
     quality: tuple[Quality, ...] = ()
@@ -127,7 +140,7 @@ def smoke() -> Config:
 
 
 def cpu() -> Config:
-    return Config(map=Map(), real=Real(), torchao_filter=True, pricing=(Pricing(),), quality=(Quality(planned=True),))
+    return Config(map=Map(), real=Real(), probe=Probe(), torchao_filter=True, pricing=(Pricing(),), quality=(Quality(planned=True),))
 
 
 def gpu() -> Config:
@@ -140,4 +153,4 @@ def gpu() -> Config:
     pricing = (Pricing(steps=2000, rows=1_048_576, device="cuda"),
                Pricing(size="0.53", batch=4096, largest=100_000, rows=262_144, calibration=1024, examples=4096, timed=True, device="cuda"))  # fmt: skip
     quality = (Quality(size="0.53", planned=True, steps=400, batch=4096, test_rows=2_097_152, device="cuda"), *(Quality(mods=m, arms=("bf16",), steps=2000, batch=2048, test_rows=1_048_576, device="cuda") for m in MODS_2K))
-    return Config(map=Map(rows=2048, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), torchao_filter=True, pricing=pricing, quality=quality, timing=Timing(), steps=steps, mods_latency=True)
+    return Config(map=Map(rows=2048, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), probe=Probe(m=4096, k=1024, n=512, overhead=5, device="cuda"), torchao_filter=True, pricing=pricing, quality=quality, timing=Timing(), steps=steps, mods_latency=True)

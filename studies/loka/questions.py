@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from studies.loka.model_sites import model_sites
-from studies.loka.presets import DGRAD, FORWARD, MODELS, WGRAD, Config, Map, Pricing, Quality, Real, Steps, Timing
+from studies.loka.presets import ALL_MODS, DGRAD, FORWARD, MODELS, WGRAD, Config, Map, Pricing, Probe, Quality, Real, Steps, Timing
 from studies.loka.shapes import SHAPES, Shape
 from suite.cell import Cell, Needs
 
@@ -26,6 +26,7 @@ FEWEST_ROWS = 16  # of a product: below, FP8 would multiply padding
 def questions(config: Config) -> list[Cell]:
     out = _map(config.map, config.seed) if config.map else []
     out += _real(config.real, config.seed) if config.real else []
+    out += _probe(config.probe) if config.probe else []
     out += [_filter()] if config.torchao_filter else []
     priced = {p.size: _pricing(p) for p in config.pricing}
     out += [cell for cells in priced.values() for cell in cells]
@@ -76,6 +77,23 @@ def _real(r: Real, seed: int) -> list[Cell]:
     ]  # fmt: skip
 
 
+def _probe(p: Probe) -> list[Cell]:
+    needs = Needs(device=p.device, memory_gib=2)
+    sizes = {"m": p.m, "k": p.k, "n": p.n}
+
+    def cell(function: str, params: dict[str, Any], label: str) -> Cell:
+        return Cell(study=STUDY, measure=f"{HERE}.cells_probe:{function}", params=params, needs=needs, label=label)
+
+    stream = {"m": 512, "k": 256, "n": 128, "draws": 16, "streams": 100, "threshold_db": INNER_DB}
+    overhead = {"model": "wukong", "size": "5.6", "mods": ALL_MODS, "batch": 6144, "every": 100, "pieces": 6, "warmup": 10, "compiled": True}
+    return [
+        *(cell("validation", {"distribution": d, **sizes}, f"predicted and true rows, {d}") for d in p.distributions),
+        *(cell("stopping", {"distribution": d, "recipe": r, **stream}, f"when the probe stops, {d} {r}") for d in ("gaussian", "row-scaled") for r in ("tensorwise", "rowwise")),
+        cell("surrogate_failures", {"m": 4096, "k": 256, "n": 128, "rows": 512, "draws": 20, "seeds": 8}, "the paper's probe beside the truth"),
+        *(_exclusive("cells_probe:overhead", overhead, f"time training with the probe #{i}", i) for i in range(p.overhead)),
+    ]  # fmt: skip
+
+
 def _filter() -> Cell:
     return Cell(study=STUDY, measure=f"{HERE}.filter_cells:torchao_filter", params={"models": [list(m) for m in MODELS]}, label="torchao's automatic filter on the models")
 
@@ -105,7 +123,7 @@ def _pricing(p: Pricing) -> list[Cell]:
 
     def cell(function: str, label: str, params: dict[str, Any], inputs: dict[str, Cell]) -> Cell:
         needs = Needs(device=p.device, memory_gib=3, time_limit_s=1800, packages=("scipy",))
-        return Cell(study=STUDY, measure=f"{HERE}.pricing_cells:{function}", params={**shared, **params}, inputs=inputs, label=f"{label}, wukong {p.size}", seed=1, needs=needs)
+        return Cell(study=STUDY, measure=f"{HERE}.cells_pricing:{function}", params={**shared, **params}, inputs=inputs, label=f"{label}, wukong {p.size}", seed=1, needs=needs)
 
     trained = cell("trained", "trained on known probabilities", {}, {})
     flips = cell("flips", "every site in FP8 alone, predicted and measured loss", {"recipes": list(p.forward), "rows": p.rows, "calibration": p.calibration, "chunk": chunk}, {"trained": trained})
@@ -132,12 +150,12 @@ def crossover(name: str, shape: Shape, which: str, t: Timing) -> Cell:
     recipes = {"forward": FORWARD, "dgrad": DGRAD, "wgrad": WGRAD}[which]
     params: dict[str, Any] = {"m": shape.m, "k": shape.k, "n": shape.n, "which": which, "recipes": list(recipes), "backends": list(t.backends),
                               "fused": ["rowwise-fast"] if which == "forward" else [], "rounds": 6, "launches": 8, "warmup_s": 0.2}  # fmt: skip
-    return _exclusive("contests:crossover", params, f"time {which} {name}")
+    return _exclusive("cells_contests:crossover", params, f"time {which} {name}")
 
 
 def fused_quantise(m: int, k: int, *, norm: str = "blocknorm", activation: str = "hardswish", replicate: int = 0) -> Cell:
     params = {"m": m, "k": k, "norm": norm, "activation": activation, "granularity": "row", "keep": False, "rounds": 12, "launches": 8, "warmup_s": 0.5}
-    return _exclusive("contests:fused_quantise", params, f"time {norm} + {activation} + quantise {m}x{k} #{replicate}", replicate)
+    return _exclusive("cells_contests:fused_quantise", params, f"time {norm} + {activation} + quantise {m}x{k} #{replicate}", replicate)
 
 
 def _whole_models(config: Config) -> list[Cell]:
@@ -145,18 +163,18 @@ def _whole_models(config: Config) -> list[Cell]:
     times = {(s.model, s.size, s.mods, s.batch): site_times(s) for s in config.steps}
     steps = [dense_step(s, times[s.model, s.size, s.mods, s.batch], i) for i in range(max((s.replicates for s in config.steps), default=0)) for s in config.steps if i < s.replicates]
     contest = {"size": "5.6", "batch": 6144, "training": True, "rounds": 8, "launches": 8, "warmup_s": 0.5}
-    return [*times.values(), *steps, *(_exclusive("model_speed:mods_latency", contest, f"time a layer of Wukong-5.6 in 8 Mods #{i}", i) for i in range(5) if config.mods_latency)]
+    return [*times.values(), *steps, *(_exclusive("cells_speed:mods_latency", contest, f"time a layer of Wukong-5.6 in 8 Mods #{i}", i) for i in range(5) if config.mods_latency)]
 
 
 def site_times(s: Steps) -> Cell:
     params = {"model": s.model, "size": s.size, "mods": s.mods, "batch": s.batch, "recipes": {"forward": list(FORWARD), "dgrad": list(DGRAD), "wgrad": list(WGRAD)},
               "backends": ["triton", "torch"], "rounds": 6, "launches": 8, "warmup_s": 0.2}  # fmt: skip
-    return _exclusive("site_times:site_times", params, f"time every product of {_model_name(s)}")
+    return _exclusive("cells_speed:site_times", params, f"time every product of {_model_name(s)}")
 
 
 def dense_step(s: Steps, times: Cell, replicate: int) -> Cell:
     params = {"model": s.model, "size": s.size, "mods": s.mods, "batch": s.batch, "training": s.training, "variants": list(s.variants), "rounds": 6, "launches": 4, "warmup_s": 1.0}
-    return _exclusive("model_speed:dense_step", params, f"time {'training' if s.training else 'inference'} {_model_name(s)} #{replicate}", replicate, {"times": times})
+    return _exclusive("cells_speed:dense_step", params, f"time {'training' if s.training else 'inference'} {_model_name(s)} #{replicate}", replicate, {"times": times})
 
 
 def _model_name(s: Steps) -> str:

@@ -95,7 +95,7 @@ def operands(seed: int, *, which: str, op: str, products: int, rows: int, contra
     """Draws of (a [products, rows, C], b [products, OUTPUTS, C]) in bfloat16: at least ROWS rows together, and DRAWS draws.
 
     The activation or gradient that comes first has the distribution; a weight is normal. In wgrad both operands have it, over the examples that
-    are contracted; in a product of two activations both have it too.
+    are contracted; in a product of two activations both have it too, but scales of rows, which are those of examples, the first alone.
     """
     for i in range(max(DRAWS, -(-ROWS // (rows * products)))):
 
@@ -105,7 +105,7 @@ def operands(seed: int, *, which: str, op: str, products: int, rows: int, contra
         if which == "wgrad":  # dy^T [N, M] by x^T [K, M]
             yield of(distribution, (contracted, rows), 0).mT, of(distribution, (contracted, OUTPUTS), 1).mT
         else:
-            yield of(distribution, (rows, contracted), 0), of(distribution if op == "bmm" else "gaussian", (OUTPUTS, contracted), 1)
+            yield of(distribution, (rows, contracted), 0), of(distribution if op == "bmm" and distribution != "row-scaled" else "gaussian", (OUTPUTS, contracted), 1)
 
 
 def safety(ctx: Context, *, which: str, op: str, products: int, rows: int, contracted: int, distribution: str, threshold_db: float) -> Result:

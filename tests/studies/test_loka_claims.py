@@ -95,6 +95,39 @@ def test_the_worst_row_of_the_hardware_decides(rows):
     assert (j.value, j.verdict, j.kind) == (44.0, "NOT REPRODUCED", "measured")
 
 
+# ---- the probe -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_worst_distribution_decides_on_predictions(rows):
+    rows.validation("gaussian", 0.2)
+    rows.validation("row-scaled", 0.9)
+    j = judged(rows, "probe_prediction_error_db")
+    assert (j.value, j.verdict, j.note) == (0.9, "EXCEEDED", "at row-scaled")
+    rows.validation("outliers", 1.1)
+    assert judged(rows, "probe_prediction_error_db").verdict == "NOT REPRODUCED"
+
+
+@pytest.mark.parametrize("gap, spread, verdicts", [(19.9, 1.7, {"EXCEEDED"}), (1.0, 1.1, {"NOT REPRODUCED"})])
+def test_the_papers_probe_fails_or_is_cleared(rows, gap, spread, verdicts):
+    rows.surrogate(gap, spread)
+    found = {j.id: j.verdict for j in judge_all(STUDY, rows.view())}
+    assert {found["gaussian_probe_hides_rows"], found["mere_unstable"]} == verdicts
+
+
+def test_wrong_verdicts_of_any_stream_count(rows):
+    rows.stopping(0.0)
+    rows.stopping(0.06)
+    assert (judged(rows, "stops_rightly").value, judged(rows, "stops_rightly").verdict) == (0.06, "NOT REPRODUCED")
+
+
+@pytest.mark.parametrize("share, verdict, bar_met", [(0.002, "EXCEEDED", True), (0.008, "EXCEEDED", False), (0.02, "NOT REPRODUCED", False)])
+def test_overhead_is_the_share_over_a_run_without(rows, share, verdict, bar_met):
+    for i in range(5):
+        rows.overhead(math.log1p(share) + i / 1e6, replicate=i)
+    j = judged(rows, "probe_overhead")
+    assert j.value == pytest.approx(share, abs=1e-5) and (j.verdict, j.bar_met) == (verdict, bar_met)
+
+
 # ---- log-loss ------------------------------------------------------------------------------------------------------------------
 
 CLOSE = [1e-5, 2e-5, -1e-5, 0.0, 1e-5, 3e-5, 0.0, 1e-5]
@@ -179,7 +212,7 @@ def test_noise_that_ranks_as_well_is_not_beaten(rows):
 
 def test_excluded_points_are_left_out_and_counted(rows):
     record = rows.flips(line(44)).record("points")
-    rows.add("pricing_cells:flips", {}, metrics={"log_loss": 0.5}, records={"points": record + [{**record[0], "excluded": True, "measured": -1.0}]})
+    rows.add("cells_pricing:flips", {}, metrics={"log_loss": 0.5}, records={"points": record + [{**record[0], "excluded": True, "measured": -1.0}]})
     j = {j.id: j for j in judge_all(STUDY, rows.view(rows.made[1:]))}["loss_prediction"]
     assert j.n == 44 and "1 within two standard errors" in j.note
 
@@ -225,7 +258,7 @@ def test_one_process_that_measured_twice_counts_once(rows):
 def test_a_missing_shape_of_the_map_is_seen(rows):
     cells = [c for c in questions(presets.gpu()) if c.measure.endswith(":crossover")][:3]
     for c in cells[:2]:
-        rows.add("contests:crossover", c.params, point=c.point, metrics={"bf16_us": 1.0}, device=H200)
+        rows.add("cells_contests:crossover", c.params, point=c.point, metrics={"bf16_us": 1.0}, device=H200)
     assert judged(rows, "crossover_map", tuple(cells)).value == pytest.approx(2 / 3)
     assert judged(rows, "crossover_map", tuple(cells[:2])).verdict == "REPRODUCED"
     assert CPU not in judged(rows, "crossover_map").machine

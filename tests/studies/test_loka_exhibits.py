@@ -1,5 +1,7 @@
 """What the LoKA report shows, on rows made by hand: the safety map's counts and letters, tables of losses and times, and that all of it draws."""
 
+import math
+
 import pytest
 
 from reports.study import draw
@@ -7,6 +9,7 @@ from studies.loka import presets
 from studies.loka.exhibits import exhibits
 from studies.loka.exhibits_loss import arms, calibration, mods, planners
 from studies.loka.exhibits_map import LETTERS, families, real, safety_maps
+from studies.loka.exhibits_probe import probes
 from studies.loka.exhibits_speed import bandwidth, crossover, steps
 from studies.loka.model_sites import model_sites
 from studies.loka.questions import site_questions
@@ -33,7 +36,7 @@ def whole_map(rows: Rows, which: str, distribution: str, verdicts: dict, **field
 
 def test_nothing_measured_is_said_and_not_invented():
     shown = exhibits(Rows.view(Rows(None)))
-    assert all(isinstance(p, Prose) and "NOT MEASURED HERE" in p.text for p in shown) and len(shown) == 3
+    assert all(isinstance(p, Prose) and "NOT MEASURED HERE" in p.text for p in shown) and len(shown) == 4
 
 
 def test_everything_draws(rows):
@@ -57,17 +60,17 @@ def test_a_site_shows_which_recipes_are_safe(rows):
     whole_map(rows, "forward", "gaussian", {"tensorwise": "unsafe", "blockwise": "undecided"})
     whole_map(rows, "forward", "outliers", {r: "unsafe" for r in LETTERS})
     shown = table(safety_maps(rows.view()), "Safety map: dlrm_v2 mlperf, forward products")
-    assert {line[3:] for line in shown.rows} == {("R P B?", "none")}
-    assert sum(line[1] for line in shown.rows) == len(model_sites("dlrm_v2", "mlperf", 1))
+    assert {line[2:] for line in shown.rows} == {("R P B?", "none")}
+    assert {"bottom.0", "cross.*.v (3)", "over.8"} < {line[0] for line in shown.rows} and len(shown.rows) == 14 - 4
 
 
 def test_cells_that_were_not_asked_stay_empty_and_stale_ones_are_marked(rows):
     whole_map(rows, "forward", "gaussian", {}, stale=True)
     rows.safety("forward", "outliers", {}, contracted=13)
     shown = table(safety_maps(rows.view()), "Safety map: dlrm_v2 mlperf, forward products")
-    assert {line[3] for line in shown.rows} == {"all†"}
-    assert [line[4] for line in shown.rows if line[0] == "bottom.2:linear"] == [None]
-    assert [line[4] for line in shown.rows if line[0] == "bottom.0:linear"] == ["all"]
+    assert {line[2] for line in shown.rows} == {"all†"}
+    assert [line[3] for line in shown.rows if line[0] == "bottom.2"] == [None]
+    assert [line[3] for line in shown.rows if line[0] == "bottom.0"] == ["all"]
 
 
 def test_emulated_and_measured_maps_stand_apart(rows):
@@ -81,7 +84,7 @@ def test_emulated_and_measured_maps_stand_apart(rows):
 
 def test_sites_that_differ_in_a_number_only_stand_in_one_line():
     found = families(model_sites("wukong", "5.6", 8192), "forward")
-    assert found["interaction.*.fmb.mlp.*:linear", "8,192 x 4,096 x 4,096"] == 16
+    assert found["interaction.*.fmb.mlp.*:linear", "8192 x 4096 x 4096".replace(" ", "\u00a0")] == 16
     assert sum(found.values()) == len(model_sites("wukong", "5.6", 8192))
 
 
@@ -113,6 +116,15 @@ def test_calibration_follows_the_diagonal_where_prices_are_right(rows):
     curve, by_recipe = calibration(rows.view())
     assert list(curve.series[0].y) == pytest.approx(list(curve.series[1].y))
     assert by_recipe.rows[0][:3] == ("all", 44, pytest.approx(1.0))
+
+
+def test_the_probe_stands_beside_the_truth(rows):
+    rows.everything()
+    shown = {p.title: p for p in probes(rows.view())}
+    assert shown["The probe's predictions and the truth"].rows[0][2:6] == (26.0, 26.4, 26.0, 26.4)
+    assert shown["What a Gaussian probe sees of the worst rows, tensorwise"].rows == [("row-scaled", 7.8, 8.0, pytest.approx(27.7), pytest.approx(19.9))]
+    assert [line[-1] for line in shown["One Gaussian product, tensorwise: MERE by seed"].rows] == pytest.approx([1.7, 1.0025])
+    assert shown["What the probe costs"].rows[0][-2][0] == pytest.approx(math.exp(0.0032))
 
 
 def test_planners_name_the_kind_of_their_times(rows):

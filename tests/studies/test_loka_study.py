@@ -8,6 +8,7 @@ Tolerances:
     COVERAGE    of 400 simulated samples at 95%: three standard errors, sqrt(0.95 0.05 / 400) = 0.011
 """
 
+import inspect
 import math
 import subprocess
 import sys
@@ -20,13 +21,14 @@ from kernels.fp8.recipes import GEMMS, gemm
 from studies.loka import captured as real
 from studies.loka import presets, questions, safety_map
 from studies.loka.data.planted import Planted
+from studies.loka.declared import kept
 from studies.loka.distributions import DISTRIBUTIONS
 from studies.loka.filter_cells import torchao_filter
 from studies.loka.model_sites import model_sites, traced
 from studies.loka.safety_map import budget_db, operands, quantile_bounds, row_sqnr_db, safety, verdict
 from studies.loka.study import STUDY
 from studies.loka.training import Learner, Training
-from suite.measure import Context
+from suite.measure import Context, Result
 
 PRODUCT_DB = 0.3
 BUDGET_DB = 0.05
@@ -194,6 +196,29 @@ def test_products_over_a_batch_are_cut_to_as_many_rows():
     assert rows.shape == (5, 100, 8) and columns.shape == (5, 128, 8)
 
 
+# ---- declared metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_declared_stays_in_the_bundle():
+    def measure(ctx: Context, *, n: int) -> Result:
+        return Result(metrics={"slope": 1.0, "rank_correlation": math.nan, "own": 2.0, "odd": math.inf}, records={"points": [n]}, kind="emulated")
+
+    cell = kept(measure, "slope", "rank_correlation")
+    found = cell(CPU, n=3)
+    assert dict(found.metrics) == {"slope": 1.0} and found.kind == "emulated"
+    assert found.records == {"points": [3], "more": {"rank_correlation": None, "own": 2.0, "odd": None}}
+    assert "more" not in kept(lambda: Result(metrics={"slope": 1.0}), "slope")().records
+
+
+def test_cells_keep_declared_metrics_only():
+    from studies.loka import cells_contests, cells_pricing, cells_probe, cells_speed
+
+    for module in (cells_contests, cells_pricing, cells_probe, cells_speed):
+        for name in module.__all__:
+            names = inspect.getclosurevars(getattr(module, name)).nonlocals["names"]
+            assert names and set(names) <= STUDY.metric_names(), (module.__name__, name)
+
+
 # ---- the study -----------------------------------------------------------------------------------------------------------------
 
 
@@ -208,8 +233,6 @@ def test_presets_ask_each_question_once_of_functions_that_exist(name):
 
 
 def test_cells_pass_exactly_what_their_functions_take():
-    import inspect
-
     for cell in STUDY.cells(presets.gpu()) + STUDY.cells(presets.cpu()):
         module, _, function = cell.measure.partition(":")
         wanted = inspect.signature(getattr(__import__(module, fromlist=["_"]), function)).parameters
