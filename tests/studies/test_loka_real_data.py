@@ -107,6 +107,7 @@ def test_movielens_1m_has_more_than_half_a_million_test_rows_from_a_million_even
     table = movielens_1m(0, users=30)
     assert (table.rows(), table.rows("test")) == (30 * 16 * 5, 30 * 4 * 5) and table.cardinalities[0] == 30
     assert table.train[2].mean() == table.test[2].mean() == np.float32(0.2)
+    assert np.bincount(table.units("test")).tolist() == [4 * 5] * 30  # a user is what was sampled
 
 
 def test_movielens_100k_is_split_by_time_and_counts_what_came_before(files):

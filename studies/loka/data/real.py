@@ -120,10 +120,11 @@ TABLES: dict[str, Callable[[int], Table]] = {
 
 
 def _split(name, fields, counts, cardinalities, dense, ids, y, is_test, seed, source) -> Table:
+    """Where there is a field "user", users were sampled."""
     order = np.flatnonzero(~is_test)
     order = order[shuffled(len(order), seed)]
     return Table(
-        name=name, fields=tuple(fields), counts=tuple(counts), cardinalities=tuple(cardinalities), source=source,
+        name=name, fields=tuple(fields), counts=tuple(counts), cardinalities=tuple(cardinalities), source=source, unit="user" if "user" in fields else "",
         train=(dense[order], ids[order], y[order]), test=(dense[is_test], ids[is_test], y[is_test]),
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ class Table:
     train: tuple[np.ndarray, np.ndarray, np.ndarray]
     test: tuple[np.ndarray, np.ndarray, np.ndarray]
     source: str  # sha256 of what it was read from
+    unit: str = ""  # the field whose ids were sampled: rows of one user are not independent; "": each row
 
     def __post_init__(self) -> None:
         for part in (self.train, self.test):
@@ -55,6 +56,11 @@ class Table:
         at = np.arange(index * size, (index + 1) * size)
         at = at[at < len(y)] if part == "test" else at % len(y)
         return Batch(dense=torch.from_numpy(dense[at]), ids=torch.from_numpy(ids[at].astype(np.int64)), y=torch.from_numpy(y[at]))
+
+    def units(self, part: str) -> np.ndarray:
+        """[R] int64: a number for each row, equal where rows belong to one sampled unit."""
+        ids = self._part(part)[1]
+        return ids[:, self.fields.index(self.unit)].astype(np.int64) if self.unit else np.arange(len(ids))
 
     def _part(self, part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if part not in ("train", "test"):
