@@ -9,17 +9,18 @@ Two graphs over the same parameters: `plain` runs, except on every n-th step, wh
 (studies.loka.registry) runs instead: it sees x and w in the forward pass and dy in the backward pass, of all sites. In between nothing is added to
 the plain graph, not even a branch inside it, so that it may be compiled. A step whose backward did not come is not kept.
 
-What a probed step reads beside the model, in passes over an operand: x and dy 3 (statistics 1, column amax 1, column sums of squares 1), w 3, both
-operands of batched products 1; and it copies at most `rows` rows of each to the host (`bytes_read` counts all). With bf16 operands and products
+What a probed step reads beside the model, in passes over an operand: x, dy and w of a layer 3 (statistics 1, column amax 1, column sums of squares 1;
+columns over 65,536 rows at most), operands of a batched product 1 (`bytes_read` counts all). Of x and dy it copies the rows to the host that the
+reservoir will keep, fewer with every step, and of w none before the readings are read. With bf16 operands and products
 of 2 M N K flops in each of three passes, reading costs 6 (M K + N K + M N) bytes: at a GPU's 200 flops a byte the time of 200 (1/M + 1/N + 1/K) of
-the products', 8% or so of large layers; the rest of a probed step's cost is that it runs uncompiled. Every 100th step may take half as long again
+the products', 8% or so of large layers; the rest of a probed step's cost is that it runs uncompiled or, where `watched` is compiled too, in a piece between each two sites. Every 100th step may take half as long again
 before it costs 0.5%. Nothing waits for a GPU: what was seen is fetched when the next probed step begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,19 +30,18 @@ from studies.loka.products import Multiply, multiply
 from studies.loka.readings import Readings, SiteReading
 from studies.loka.registry import trace
 from studies.loka.site import Site
-from studies.loka.sketch import ROWS, Look, look
+from studies.loka.sketch import COLUMN_ROWS, ROWS, Look, look
 from studies.loka.verbs import callable_module
 
 __all__ = ["Probe", "bytes_read", "probe"]
-
-READS_LAYER, READS_BATCHED = 3, 1
 
 
 class Probe:
     """Call it in the model's place. `readings` are those of all steps read so far; reading them ends the step that is under way."""
 
     def __init__(self, model: nn.Module, *example: object, every: int = 100, backward: bool = True, rows: int = ROWS, seed: int = 0, plain: Callable | None = None) -> None:
-        """every: steps from one read to the next, the first step being one. plain: what runs in between, `model` itself if not given.
+        """every: steps from one read to the next, the first step being one. plain: what runs in between, `model` itself if not given; compile
+        `watched`, the other graph, as you compiled that.
 
         Raises ValueError for every < 1, for rows < 1, and as `trace` does.
         """
@@ -52,6 +52,7 @@ class Probe:
         self.plain = model if plain is None else plain
         self.watched = rewrite(self.registry, [replacement(self.registry, site.name, self._observer(site)) for site in self.registry.sites])
         self._kept: dict[str, SiteReading] = {}
+        self._weights: dict[str, tuple] = {}
         self._under_way: dict[str, _Step] = {}
 
     def __call__(self, *inputs: object) -> object:
@@ -65,28 +66,37 @@ class Probe:
     @property
     def readings(self) -> Readings:
         self._end_step()
-        return Readings(sites={s.name: self._kept[s.name] for s in self.registry.sites if s.name in self._kept}, unsupported=dict(self.registry.unsupported))
+        sites = {s.name: self._with_weight(s) for s in self.registry.sites if s.name in self._kept}
+        return Readings(sites=sites, unsupported=dict(self.registry.unsupported))
 
     def _observer(self, site: Site) -> Multiply:
+        layer = site.op == "linear"
+
         def observed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             y = multiply(x, w, bias)
             batch = y.shape[:-2] if w.ndim > 2 else ()  # of matrices that each have their own w
-            step = _Step(
-                x=self._look(site, x.detach(), batch), w=self._look(site, w.detach(), batch, parameter=site.op == "linear"),
-                waits=self.backward and y.requires_grad,
-            )  # fmt: skip
-            self._under_way[site.name] = step
+            bound = self._kept[site.name].x.reservoir.bound if site.name in self._kept else None
+            self._weights[site.name] = w, batch
+            seen_x, seen_w = self._look(site, x, batch, below=bound), self._look(site, w, batch, parameter=layer, below=0 if layer else bound)
+            step = self._under_way[site.name] = _Step(x=seen_x, w=seen_w, waits=self.backward and y.requires_grad)
             if step.waits:
-                y.register_hook(lambda dy: step.saw(self._look(site, dy, batch)))
+                y.register_hook(lambda dy: step.saw(self._look(site, dy, batch, below=bound)))
             return y
 
-        return observed
+        return torch.compiler.disable(observed)
 
-    def _look(self, site: Site, x: torch.Tensor, batch: torch.Size | tuple, parameter: bool = False) -> Look:
+    def _with_weight(self, site: Site) -> SiteReading:
+        """A parameter's statistics are of each step, its rows those of now: they need not be fetched before."""
+        reading = self._kept[site.name]
+        if site.op != "linear":
+            return reading
+        now = self._look(site, *self._weights[site.name], parameter=True, below=None).sketch()
+        return replace(reading, w=replace(reading.w, reservoir=now.reservoir))
+
+    def _look(self, site: Site, x: torch.Tensor, batch: torch.Size | tuple, *, parameter: bool = False, below: int | None = None) -> Look:
         if batch:
             x = x.expand(*batch, *x.shape[-2:]).flatten(0, -3)
-        kept = self._kept.get(site.name)
-        how = {"step": self._step, "seed": self.seed, "parameter": parameter, "below": kept.x.reservoir.bound if kept and not parameter else None}
+        how = {"step": self._step, "seed": self.seed, "parameter": parameter, "below": below}
         if site.op == "bmm":
             return look(x if batch else x.reshape(1, -1, x.shape[-1]), items=-(-self.rows // min(site.m, site.n)), form="matrices", **how)
         return look(x.transpose(0, 1) if batch else x, items=self.rows, form="layers" if batch else "rows", **how)
@@ -143,7 +153,8 @@ def bytes_read(sites: Iterable[Site], *, backward: bool = True, element_bytes: i
     total = 0
     for s in sites:
         operands = s.m * s.k + (s.m * s.n if backward else 0)
-        total += element_bytes * (READS_LAYER * (operands + s.n * s.k) if s.op == "linear" else READS_BATCHED * s.batch * (operands + s.n * s.k))
+        of_columns = 0 if s.op == "bmm" else 2 * (operands * min(1.0, COLUMN_ROWS / s.m) + s.n * s.k * min(1.0, COLUMN_ROWS / s.n))
+        total += element_bytes * s.batch * round(operands + s.n * s.k + of_columns)
     return total
 
 

@@ -110,6 +110,7 @@ def overhead(ctx: Context, *, model: str, size: str, mods: str, batch: int, ever
     module, example = built(model, size, mods, batch, ctx.device, ctx.seed)
     plain = torch.compile(module) if compiled else module
     watch = Probe(module, *example, every=every, plain=plain)
+    watch.watched = torch.compile(watch.watched) if compiled else watch.watched
     labels = (torch.arange(batch, device=ctx.device) % 4 == 0).float()
     leaves = [*module.parameters(), *(x for x in example if x.requires_grad)]
 

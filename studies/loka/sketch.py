@@ -13,7 +13,8 @@ Of a tensor that is read once:
     reservoir      `ROWS` real rows, or whole matrices of a batched product (studies.loka.reservoir)
 
 Merging is associative and commutative: counts, amax and the reservoir exactly, sums to float64's rounding. Numbers that are not finite are counted
-and left out, with the column that holds them. It is kept on the CPU; a GPU reads the tensor for the statistics once and for the columns twice.
+and left out, with the column that holds them. It is kept on the CPU; a GPU reads the tensor for the statistics once, and for the
+columns twice at most COLUMN_ROWS of its rows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = ["CREST_BINS", "PARAMETER_NUMBERS", "RMS_BINS", "ROWS", "Look", "Sketc
 ROWS = 512  # of a reservoir: a 1st percentile with a lower bound needs 299
 PARAMETER_NUMBERS = 2**20  # a parameter of at most so many numbers is kept whole, a larger one as rows
 RMS_BINS, CREST_BINS = 256, 24  # half octaves: rms from 2^-64 to 2^64, amax / rms from 1 to 2^12, which 2^24 columns cannot exceed
+COLUMN_ROWS = 2**16  # of a step, at most and evenly spaced, are read for the columns
 FORMS = ("rows", "layers", "matrices")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -132,7 +134,8 @@ def _merged_steps(a: Sketch, b: Sketch) -> dict[str, torch.Tensor]:
 class Look:
     """What one step's operand gives to its sketch, still on its device: nothing waited for it yet."""
 
-    numbers: torch.Tensor  # float64: exponents, _SCALARS, norms, amax and norm of columns; counts are exact below 2^53
+    counts: torch.Tensor  # int64: exponents, zeros, not finite, rows that are not zero, norms
+    sums: torch.Tensor  # float64: sum, sum of squares, amax, sum of log2 rms, then amax and norm of columns
     items: torch.Tensor  # those chosen
     keys: torch.Tensor
     index: torch.Tensor
@@ -142,23 +145,19 @@ class Look:
 
     def sketch(self) -> Sketch:
         """Fetches it."""
-        exponents, scalars, norms, amax, squares = self.numbers.cpu().split([EXPONENTS, len(_SCALARS), _NORMS, *2 * [(len(self.numbers) - _FIXED) // 2]])
-        s = dict(zip(_SCALARS, scalars.tolist(), strict=True))
-        finite = int(exponents.sum() + s["zeros"])
-        mean = s["sum"] / finite if finite else 0.0
-        live = (amax > 0) & torch.isfinite(squares) & (amax < float("inf"))  # a column with a number that is not finite is left out of this step
+        exponents, (zeros, nonfinite, live_rows), norms = self.counts.cpu().split([EXPONENTS, 3, RMS_BINS * CREST_BINS])
+        scalars, amax, norm = self.sums.cpu().split([4, *2 * [(len(self.sums) - 4) // 2]])
+        total, squares = float(scalars[0]), float(scalars[1])
+        finite = int(exponents.sum() + zeros)
+        mean = total / finite if finite else 0.0
+        live = (amax > 0) & torch.isfinite(norm) & (amax < float("inf"))  # a column with a number that is not finite is left out of this step
         return Sketch(
-            exponents=exponents.long(), zeros=int(s["zeros"]), nonfinite=int(s["nonfinite"]), count=finite, mean=mean,
-            deviations=max(s["squares"] - finite * mean * mean, 0.0), steps=torch.tensor([self.step]), amax=scalars[4:5].clone(),
-            log2_rms=scalars[5:6].clone(), live_rows=scalars[6:7].long(), rows=self.rows, norms=norms.long().view(RMS_BINS, CREST_BINS),
-            column_log2_amax=torch.where(live, amax.log2(), 0.0), column_steps=live.long(), column_squares=torch.where(live, squares.square(), 0.0),
+            exponents=exponents.clone(), zeros=int(zeros), nonfinite=int(nonfinite), count=finite, mean=mean,
+            deviations=max(squares - finite * mean * mean, 0.0), steps=torch.tensor([self.step]), amax=scalars[2:3].clone(),
+            log2_rms=scalars[3:4].clone(), live_rows=live_rows.reshape(1).clone(), rows=self.rows, norms=norms.clone().view(RMS_BINS, CREST_BINS),
+            column_log2_amax=torch.where(live, amax.log2(), 0.0), column_steps=live.long(), column_squares=torch.where(live, norm.square(), 0.0),
             reservoir=reservoir_of(self.items.cpu(), self.keys, self.index, step=self.step, capacity=self.capacity),
         )  # fmt: skip
-
-
-_SCALARS = ("zeros", "nonfinite", "sum", "squares", "amax", "log2_rms", "live_rows")
-_NORMS = RMS_BINS * CREST_BINS
-_FIXED = EXPONENTS + len(_SCALARS) + _NORMS
 
 
 def sketch(x: torch.Tensor, *, step: int, items: int = ROWS, seed: int = 0, parameter: bool = False, form: str = "rows") -> Sketch:
@@ -186,24 +185,27 @@ def look(x: torch.Tensor, *, step: int, items: int = ROWS, seed: int = 0, parame
     x_RC = x.flatten(0, 1)
     s = (statistics if x.is_cuda else statistics_ref)(x_RC)
     log2_rms, norms, live_rows = _row_norms(s, c)
-    scalars = torch.stack([v.double() for v in (s.zeros, s.nonfinite, s.sum, s.sum_squares, s.amax, log2_rms, live_rows)])
-    numbers = torch.cat([s.exponents.double(), scalars, norms.double(), *([] if form == "matrices" else _columns(x.flatten(1)))])
-    return Look(numbers=numbers, items=x[index.to(x.device)], keys=keys, index=index, step=step, capacity=capacity, rows=len(x_RC))
+    counts = torch.cat([s.exponents, *(v.reshape(1) for v in (s.zeros, s.nonfinite, live_rows)), norms])
+    sums = torch.cat([*(v.reshape(1) for v in (s.sum, s.sum_squares, s.amax.double(), log2_rms)), *([] if form == "matrices" else _columns(x.flatten(1)))])
+    return Look(counts=counts, sums=sums, items=x[index.to(x.device)], keys=keys, index=index, step=step, capacity=capacity, rows=len(x_RC))
 
 
 def _columns(x_RC: torch.Tensor) -> list[torch.Tensor]:
-    """amax and Euclidean norm of each column, float64."""
-    if not len(x_RC):
-        return 2 * [torch.zeros(x_RC.shape[1], dtype=torch.float64, device=x_RC.device)]
-    return [torch.linalg.vector_norm(x_RC, order, dim=0, dtype=torch.float32).double() for order in (float("inf"), 2)]
+    """amax and Euclidean norm of each column, float64, over at most COLUMN_ROWS evenly spaced rows; the norm is that of as many as there are."""
+    every = max(1, len(x_RC) // COLUMN_ROWS)
+    x = x_RC[::every]
+    if not len(x):
+        return 2 * [torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)]
+    amax, norm = (torch.linalg.vector_norm(x, order, dim=0, dtype=torch.float32).double() for order in (float("inf"), 2))
+    return [amax, norm * (len(x_RC) / len(x)) ** 0.5 if every > 1 else norm]
 
 
 def _row_norms(s: Statistics, c: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(sum of log2 rms, joint histogram, number) of the rows that are not zero."""
+    """(sum of log2 rms, joint histogram, number) of the rows that are not zero. Few and simple operators: each is a launch."""
     live = s.row_amax > 0
-    log2_amax = torch.where(live, s.row_amax, 1.0).double().log2()
-    log2_rms = torch.where(live, s.row_sum_squares / max(c, 1), 1.0).log2() / 2
-    i = (2 * log2_rms + RMS_BINS // 2).floor().clamp(0, RMS_BINS - 1).long()
-    j = (2 * (log2_amax - log2_rms)).floor().clamp(0, CREST_BINS - 1).long()
-    norms = torch.zeros(_NORMS, dtype=torch.int64, device=live.device).index_add_(0, (i * CREST_BINS + j).flatten(), live.long())
+    log2_rms = torch.where(live, s.row_sum_squares, max(c, 1)).div_(max(c, 1)).log2_().mul_(0.5)
+    crest = torch.where(live, s.row_amax, 1.0).double().log2_().sub_(log2_rms)
+    i = torch.add(RMS_BINS // 2, log2_rms, alpha=2).clamp_(0, RMS_BINS - 1).long()  # no number is below 0: to cut is to floor
+    j = crest.mul_(2).clamp_(0, CREST_BINS - 1).long()
+    norms = torch.zeros(RMS_BINS * CREST_BINS, dtype=torch.int64, device=live.device).index_add_(0, torch.add(j, i, alpha=CREST_BINS), live.long())
     return log2_rms.sum(), norms, live.sum()
