@@ -9,10 +9,11 @@ in steps of 128:
     inner scales (block, square)  acc += (a b^T over 128) sa sb     the partial sum leaves the tensor core every 128, so this is precise, too
 
 Hopper's fp8 accumulator keeps about 14 bits (pytorch#147971). PRECISE adds each 128-long partial sum to a float32 register; otherwise the sum
-stays in the tensor core along the whole of C. The addition is written out: Triton's `max_num_imprecise_acc` compiles to additions in front of
-the wait for the tensor core, and it is ptxas that puts them right. The copy engine fills what lies outside of a tensor with
-zeros, which add nothing; rows of the next matrix of a batch that a last tile reads are computed and not stored. Tiles are ordered in groups of
-GROUP rows of tiles, so that neighbours in time share operands in L2. A split takes a range of C and leaves its float32 sums to `join_kernel`.
+stays in the tensor core along the whole of C. Partial sums, with their inner scales, are added one step late, so that the addition runs while
+the tensor core has the next step. It is written out: Triton's `max_num_imprecise_acc` compiles to additions in front of the wait for the
+tensor core, which only ptxas puts right. The copy engine fills what lies outside of a tensor with zeros, which add nothing; rows of the
+next matrix of a batch that a last tile reads are computed and not stored. Tiles are ordered in groups of GROUP rows of tiles, so that
+neighbours in time share operands in L2. A split takes a range of C and leaves its float32 sums to `join_kernel`.
 """
 
 import triton
@@ -27,12 +28,12 @@ _STEP = tl.constexpr(128)
 
 
 @triton.jit
-def _inner_scale(ptr, first, along, rows, blocks, step, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Scales of TILE rows at a step of C: a number where one 128 x 128 block holds the tile, else [TILE]. ptr: of this matrix, [rows, blocks]."""
-    if GROUP == 128 and TILE <= 128:
-        scale = tl.load(ptr + (first // GROUP) * blocks + step)
-    else:
+def _inner_scale(ptr, first, along, rows, blocks, step, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Scales of a tile's rows at a step of C: one number where one 128 x 128 block holds the tile. ptr: of this matrix, [rows, blocks]."""
+    if ROWS:
         scale = tl.load(ptr + (along // GROUP) * blocks + step, mask=along < rows, other=0.0)
+    else:
+        scale = tl.load(ptr + (first // GROUP) * blocks + step)
     return scale
 
 
@@ -64,22 +65,34 @@ def gemm_kernel(
     if INNER:
         A_GROUP: tl.constexpr = 1 if A_SCALE == "block" else 128
         B_GROUP: tl.constexpr = 1 if B_SCALE == "block" else 128
+        A_ROWS: tl.constexpr = A_GROUP == 1 or BLOCK_R > 128  # whether a tile has a scale a row, or one
+        B_ROWS: tl.constexpr = B_GROUP == 1 or BLOCK_S > 128
         sa_ptr += batch.to(tl.int64) * tl.cdiv(R, A_GROUP) * blocks
         sb_ptr += batch.to(tl.int64) * tl.cdiv(S, B_GROUP) * blocks
+        sa = tl.zeros((BLOCK_R,), tl.float32) if A_ROWS else 0.0
+        sb = tl.zeros((BLOCK_S,), tl.float32) if B_ROWS else 0.0
     acc = tl.zeros((BLOCK_R, BLOCK_S), tl.float32)
+    part = tl.zeros((BLOCK_R, BLOCK_S), tl.float32)  # of the step before: added while the tensor core works on the next
     begin = split * c_each
     for c in tl.range(begin, tl.minimum(begin + c_each, C), _STEP, num_stages=STAGES):
         a = a_desc.load([batch * R + r0, c])
         b = b_desc.load([batch * S + s0, c])
         if INNER:
-            step = c // _STEP
-            sa = _inner_scale(sa_ptr, r0, row, R, blocks, step, A_GROUP, BLOCK_R)
-            sb = _inner_scale(sb_ptr, s0, col, S, blocks, step, B_GROUP, BLOCK_S)
-            acc += _scaled(tl.dot(a, b.T), sa, sb, A_GROUP == 1 or BLOCK_R > 128, B_GROUP == 1 or BLOCK_S > 128)
+            next_part = tl.dot(a, b.T)
+            acc += _scaled(part, sa, sb, A_ROWS, B_ROWS)
+            part = next_part
+            sa = _inner_scale(sa_ptr, r0, row, R, blocks, c // _STEP, A_GROUP, A_ROWS)
+            sb = _inner_scale(sb_ptr, s0, col, S, blocks, c // _STEP, B_GROUP, B_ROWS)
         elif PRECISE:
-            acc += tl.dot(a, b.T)
+            next_part = tl.dot(a, b.T)
+            acc += part
+            part = next_part
         else:
             acc = tl.dot(a, b.T, acc)
+    if INNER:
+        acc += _scaled(part, sa, sb, A_ROWS, B_ROWS)
+    elif PRECISE:
+        acc += part
 
     there = (row[:, None] < R) & (col[None, :] < S)
     if SPLIT:

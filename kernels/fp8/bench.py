@@ -41,6 +41,7 @@ MOST_SETS = 64
 WORKERS = 12
 GROUPS = ("quantise", "fused", "gemm", "layer")
 SHRINK = 32  # of a dry run's shapes
+DEVICE = "cuda"
 
 
 # ---- on any machine ------------------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ def _checked(group: list[Case], wrong: list[str]) -> list[Case]:
     """The cases that give what their references give; what raises or differs goes into `wrong`."""
     good = []
     for case in group:
-        inputs = case.inputs("cuda", 0)
+        inputs = case.inputs(DEVICE, 0)
         try:
             out = case.run(*inputs)
             said = problem(case, out, case.ref(*inputs)) if case.ref else ""
@@ -128,7 +129,7 @@ def measure(only: tuple[str, ...], rounds: int) -> tuple[dict[str, dict[str, flo
         made = {}
         for case in good:
             if (key := (case.shares_inputs_with, _sets(case))) not in made:
-                made[key] = [case.inputs("cuda", i) for i in range(_sets(case))]
+                made[key] = [case.inputs(DEVICE, i) for i in range(_sets(case))]
         calls = {c.name: [functools.partial(c.run, *x) for x in made[c.shares_inputs_with, _sets(c)]] for c in good}
         results[name] = interleaved_us(calls, rounds) if calls else {}
         del made, calls
@@ -141,7 +142,7 @@ def warm(shard: int, shards: int, only: tuple[str, ...]) -> None:
     for case in cases(only=only)[shard::shards]:
         if case.ref is not None:
             with contextlib.suppress(Exception):  # the check that follows says what fails
-                case.run(*case.inputs("cuda", 0))
+                case.run(*case.inputs(DEVICE, 0))
             torch.cuda.empty_cache()
 
 
@@ -150,7 +151,7 @@ def sweep(rounds: int) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, float]] = {}
     for r, s, c in GEMM_RSC:
         for name in ("rowwise-fast", "rowwise", "blockwise"):
-            recipe, sets = gemm(name), [operands("cuda", i, r, s, c, name) for i in range(2)]
+            recipe, sets = gemm(name), [operands(DEVICE, i, r, s, c, name) for i in range(2)]
             calls = {short(p): [functools.partial(scaled_gemm, *x, recipe, schedule=p) for x in sets] for p in schedules(r, s, c, kind=kind_of(recipe))[:8]}
             results[f"sweep {r}x{s}x{c} {name}"] = interleaved_us(calls, rounds)
     for m, k in FUSED_MK:

@@ -8,6 +8,7 @@
                                    in the worst order and 145 dB at random
 """
 
+import dataclasses
 import itertools
 import os
 
@@ -21,6 +22,7 @@ pytestmark = [
 ]
 
 from kernels.exact.philox import philox_bell, philox_integers  # noqa: E402
+from kernels.fp8 import _bench_cases, bench  # noqa: E402
 from kernels.fp8.epilogue import ACTIVATIONS, NORMS, Epilogue  # noqa: E402
 from kernels.fp8.gemm import scaled_gemm, scaled_gemm_ref  # noqa: E402
 from kernels.fp8.norm_backward import norm_backward, norm_backward_ref  # noqa: E402
@@ -152,3 +154,16 @@ def test_an_activation_alone_runs_behind_a_long_sum_of_few_outputs_which_would_b
     assert sqnr_db(scaled_gemm(a, b, recipe, out_dtype=torch.float32, epilogue=silu), scaled_gemm_ref(a, b, recipe, out_dtype=torch.float32, epilogue=silu)) >= MIN_DB
     with pytest.raises(ValueError, match="its tiles are not whole"):
         scaled_gemm(a, b, recipe, epilogue=silu, schedule=schedule(4, 8, 4096, kind="precise"))
+
+
+def test_the_bench_times_right_results_and_reports_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [c for c in _bench_cases.cases(only=("gemm",), shrink=64) if c.group == "gemm 32x64x64" and ("triton" in c.name or c.name == "bf16")]
+    broken = dataclasses.replace(chosen[2], run=lambda *x: chosen[2].run(*x).float() * 1.02)
+    raising = dataclasses.replace(chosen[3], run=lambda *x: 1 / 0)
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setattr(bench, "MOST_SETS", 2)
+    monkeypatch.setattr(bench, "cases", lambda **_: [*chosen[:2], broken, raising])
+    monkeypatch.setattr(bench, "interleaved_us", lambda variants, rounds: {name: float(len([call() for call in calls])) for name, calls in variants.items()})
+    results, wrong = bench.measure((), 3)
+    assert results == {"gemm 32x64x64": {"bf16": 2.0, chosen[1].name: 2.0}}
+    assert len(wrong) == 2 and wrong[0].startswith(f"WRONG gemm 32x64x64 {chosen[2].name}: 34.0 dB") and "ZeroDivisionError" in wrong[1]
