@@ -30,12 +30,12 @@ ACTIVATIONS = {F.silu: "silu", F.hardswish: "hardswish", F.relu: "relu", torch.r
 RESHAPES = {torch.reshape, torch.flatten, "reshape", "view", "flatten", "unflatten", torch.unflatten}
 SHAPE_QUERIES = {"size", "dim", "ndimension", "numel", "is_floating_point"}
 SHAPE_ATTRIBUTES = ("shape", "ndim", "dtype", "device", "is_cuda")
-MULTIPLY, ADD, DIVIDE = {operator.mul, torch.mul, "mul", operator.imul}, {operator.add, torch.add, "add", operator.iadd}, {operator.truediv, torch.div, "div"}
+MULTIPLY, ADD, DIVIDE, SIGMOID = {operator.mul, torch.mul, "mul"}, {operator.add, torch.add, "add"}, {operator.truediv, torch.div, "div"}, {torch.sigmoid, F.sigmoid, "sigmoid"}
 # what keeps a logit a logit, or makes it a probability: elementwise operators and rearrangements
-TO_OUTPUT = RESHAPES | MULTIPLY | ADD | DIVIDE | {
-    torch.squeeze, torch.unsqueeze, torch.transpose, torch.permute, torch.sigmoid, F.sigmoid, torch.tanh, torch.sub, torch.neg, torch.clamp, torch.exp, torch.stack,
+TO_OUTPUT = RESHAPES | MULTIPLY | ADD | DIVIDE | SIGMOID | {
+    operator.imul, operator.iadd, torch.squeeze, torch.unsqueeze, torch.transpose, torch.permute, torch.tanh, torch.sub, torch.neg, torch.clamp, torch.exp, torch.stack,
     torch.softmax, torch.log_softmax, F.softmax, F.log_softmax, F.logsigmoid, operator.sub, operator.isub, operator.neg, operator.getitem, "squeeze", "unsqueeze",
-    "transpose", "permute", "t", "sigmoid", "tanh", "sub", "neg", "clamp", "exp", "softmax", "log_softmax", "float", "to", "type_as", "double", "bfloat16", "half", "contiguous",
+    "transpose", "permute", "t", "tanh", "sub", "neg", "clamp", "exp", "softmax", "log_softmax", "float", "to", "type_as", "double", "bfloat16", "half", "contiguous",
 }  # fmt: skip
 TO_OUTPUT_MODULES = (torch.nn.Sigmoid, torch.nn.Softmax, torch.nn.LogSoftmax, torch.nn.LogSigmoid, torch.nn.Tanh, torch.nn.Flatten, torch.nn.Unflatten)
 
@@ -102,7 +102,7 @@ def step_at(node: fx.Node) -> Step | None:
     if not isinstance(node, fx.Node) or node.op not in ("call_function", "call_method"):
         return None
     if node.target in ACTIVATIONS:
-        return Step(name=ACTIVATIONS[node.target], source=node.args[0], last=node, first=node)
+        return Step(name=ACTIVATIONS[node.target], source=argument(node, 0, "input"), last=node, first=node)
     for match in (_norm, _block_norm, _written_silu, _written_hardswish, _written_rms_norm):
         if (step := match(node)) is not None:
             return step
@@ -150,14 +150,14 @@ def _norm(node: fx.Node) -> Step | None:
 
 def _block_norm(node: fx.Node) -> Step | None:
     """reshape(rms_norm(reshape(x, -1, block), (block,)), x.shape), where a block lies within a row of x."""
-    inner = node.args[0] if node.target in RESHAPES and node.args else None
+    inner = argument(node, 0, "input") if node.target in RESHAPES else None
     step = _norm(inner) if isinstance(inner, fx.Node) and inner.op == "call_function" else None
     if step is None or step.name != "rmsnorm" or step.weight is not None or len(readers(inner)) != 1:
         return None
     first = step.source
     if first.target not in RESHAPES or len(readers(first)) != 1:
         return None
-    source, block = first.args[0], argument(inner, 1, "normalized_shape")[0]
+    source, block = argument(first, 0, "input"), argument(inner, 1, "normalized_shape")[0]
     shape = _shape(source)
     if shape != _shape(node) or not shape or shape[-1] % block:
         return None
@@ -165,64 +165,66 @@ def _block_norm(node: fx.Node) -> Step | None:
 
 
 def _written_silu(node: fx.Node) -> Step | None:
-    if node.target not in MULTIPLY:
-        return None
-    for x, gate in (node.args[:2], node.args[1::-1]):
-        if isinstance(gate, fx.Node) and gate.target in (torch.sigmoid, F.sigmoid, "sigmoid") and gate.args[0] is x and len(readers(gate)) == 1:
+    """x * sigmoid(x)."""
+    for x, gate in _factors(node):
+        if _input(gate, SIGMOID) is x and len(readers(gate)) == 1:
             return Step(name="silu", source=x, last=node, first=gate)
     return None
 
 
 def _written_hardswish(node: fx.Node) -> Step | None:
     """x * relu6(x + 3) / 6, where either the gate or the whole is divided."""
-    product, divided = (node.args[0], True) if _is_sixth(node) else (node, False)
-    for x, gate in _factors(product):
-        if divided or _is_sixth(gate):
-            clipped = gate if divided else gate.args[0]
-            shifted = clipped.args[0] if clipped.target is F.relu6 else None
-            if isinstance(shifted, fx.Node) and shifted.target in ADD and set(shifted.args[:2]) == {x, 3}:
-                return Step(name="hardswish", source=x, last=node, first=shifted)
+    whole = _sixth(node)
+    for x, gate in _factors(node if whole is None else whole):
+        clipped = gate if whole is not None else _sixth(gate)
+        shifted = _input(clipped, {F.relu6})
+        if shifted is not None and _number(shifted, ADD) == (x, 3):
+            return Step(name="hardswish", source=x, last=node, first=shifted)
     return None
-
-
-def _is_sixth(node: fx.Node) -> bool:
-    return node.target in DIVIDE and node.args[1] == 6 and isinstance(node.args[0], fx.Node)
-
-
-def _factors(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    if node.target not in MULTIPLY or not all(isinstance(a, fx.Node) for a in node.args[:2]):
-        return []
-    return [tuple(node.args[:2]), tuple(node.args[1::-1])]
 
 
 def _written_rms_norm(node: fx.Node) -> Step | None:
     """[w *] (x * rsqrt(mean(x^2, -1, keepdim) + eps))."""
     for weight, normed in [(None, node), *_factors(node)]:
-        if weight is not None and (weight.op != "get_attr" or len(readers(normed)) != 1):
+        if weight is not None and (weight.op != "get_attr" or _shape(weight) != _shape(normed)[-1:] or len(readers(normed)) != 1):
             continue
         for x, rstd in _factors(normed):
-            mean, eps = _rsqrt_of_mean(rstd)
-            if mean is not None and _is_square(mean.args[0], x):
-                return Step(name="rmsnorm", source=x, last=node, first=mean.args[0], weight=weight, eps=eps)
+            mean, eps = _number(_input(rstd, {torch.rsqrt, "rsqrt"}), ADD)
+            over_last = mean is not None and mean.target in (torch.mean, "mean") and argument(mean, 1, "dim") in (-1, (-1,), [-1]) and argument(mean, 2, "keepdim") is True
+            if over_last and _is_square(argument(mean, 0, "input"), x):
+                return Step(name="rmsnorm", source=x, last=node, first=argument(mean, 0, "input"), weight=weight, eps=float(eps))
     return None
 
 
-def _rsqrt_of_mean(node: fx.Node) -> tuple[fx.Node | None, float]:
-    """(mean, eps) of rsqrt(mean(..., -1, keepdim=True) + eps)."""
-    added = node.args[0] if node.target in (torch.rsqrt, "rsqrt") else None
-    if isinstance(added, fx.Node) and added.target in ADD and isinstance(added.args[1], (int, float)):
-        mean, eps = added.args[0], added.args[1]
-        if isinstance(mean, fx.Node) and mean.target in (torch.mean, "mean") and argument(mean, 1, "dim") in (-1, (-1,), [-1]) and argument(mean, 2, "keepdim") is True:
-            return mean, float(eps)
+def _is_square(node: fx.Node, x: fx.Node) -> bool:
+    return _input(node, {torch.square, "square"}) is x or _number(node, {torch.pow, operator.pow, "pow"}) == (x, 2) or (x, x) in _factors(node)
+
+
+def _sixth(node: fx.Node) -> fx.Node | None:
+    x, number = _number(node, DIVIDE)
+    return x if number == 6 else None
+
+
+def _input(node: fx.Node | None, targets: set) -> fx.Node | None:
+    """The operand of an operator of one, called with no other argument but `inplace`."""
+    plain = node is not None and node.target in targets and len(node.args) == 1 and not set(node.kwargs) - {"inplace"}
+    return node.args[0] if plain else None
+
+
+def _number(node: fx.Node | None, targets: set) -> tuple[fx.Node | None, float]:
+    """(x, number) of a binary operator, in this order."""
+    if node is not None and node.target in targets and len(node.args) == 2 and not node.kwargs:
+        x, number = node.args
+        if isinstance(x, fx.Node) and isinstance(number, (int, float)):
+            return x, number
     return None, 0.0
 
 
-def _is_square(node: fx.Node, x: fx.Node) -> bool:
-    if not isinstance(node, fx.Node):
-        return False
-    if node.target in (torch.pow, operator.pow, "pow"):
-        return node.args[0] is x and node.args[1] == 2
-    return (node.target in (torch.square, "square") and node.args[0] is x) or (node.target in MULTIPLY and tuple(node.args[:2]) == (x, x))
+def _factors(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """(a, b) and (b, a) of a product of two tensors."""
+    if node.target not in MULTIPLY or len(node.args) != 2 or not all(isinstance(a, fx.Node) for a in node.args):
+        return []
+    return [tuple(node.args), tuple(node.args[::-1])]
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:

@@ -216,6 +216,27 @@ def test_a_fused_sites_norm_and_activation_are_gone_from_the_graph():
         assert [source.count(name + "(") for name in ("rms_norm", "hardswish")] == [left, left]
 
 
+class WrittenOut(nn.Module):
+    """RMSNorm with a weight and HardSwish by their formulas, in front of w @ x as torch.addmm has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.w, self.bias = nn.Parameter(1 + draw(64, seed=1) / 4), nn.Parameter(draw(64, 32, seed=2) / 8), nn.Parameter(draw(32, seed=3))
+
+    def forward(self, x):
+        z = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+        return torch.addmm(self.bias, z * F.relu6(z + 3) / 6, self.w)
+
+
+def test_producers_that_are_written_out_are_fused_too():
+    model, x = WrittenOut(), draw(32, 64)
+    recipes = {":linear": {w: RECIPES["rowwise"].of(w).name for w in ("forward", "dgrad", "wgrad")}}
+    plain, fused = (gradients(apply(model, Plan(recipes=recipes, fused=f), x), x) for f in ((), (":linear",)))
+    assert fused.keys() == {"output", "weight", "w", "bias"}
+    for name in plain:
+        assert float((fused[name] - plain[name]).norm() / plain[name].norm()) < FLIPPED, name
+
+
 @pytest.mark.parametrize("activation", ["identity", "silu", "hardswish"])
 @pytest.mark.parametrize(("norm", "weights"), [("none", ()), ("layernorm", ("w", "b")), ("layernorm", ()), ("rmsnorm", ("w",)), ("blocknorm", ())])
 def test_the_gradient_by_formula_is_the_reference_differentiated(norm, weights, activation):

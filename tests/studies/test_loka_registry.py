@@ -152,6 +152,12 @@ CHAINS = {
     "silu written out": (lambda s, x: s.layer(x * torch.sigmoid(x)), ("silu",), ()),
     "blocknorm": (lambda s, x: s.layer(F.rms_norm(x.reshape(-1, 4), (4,)).reshape(x.shape)), ("blocknorm",), ()),
     "blocks over rows": (lambda s, x: s.layer(F.rms_norm(x.reshape(-1, 16), (16,)).reshape(x.shape)), (), ()),
+    "silu by name": (lambda s, x: s.layer(F.silu(input=x)), ("silu",), ()),
+    "not quite hardswish": (lambda s, x: s.layer(x * F.relu6(x + 2) / 6), (), ()),
+    "not quite rmsnorm": (lambda s, x: s.layer(x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6)), (), ()),
+    "rmsnorm with a weight by row": (lambda s, x: s.layer(s.column * rms(x)), (), ()),
+    "a shift in place": (lambda s, x: (lambda z: s.layer(z * F.relu6(z.add_(3)) / 6))(x * 1.0), (), ()),
+    "other products": (lambda s, x: s.layer(torch.mul(x, other=x) / torch.div(x, 6, rounding_mode="floor")), (), ()),
     "a norm over two axes": (lambda s, x: s.layer(F.layer_norm(x, (6, 8))), (), ()),
     "an activation in front of a norm": (lambda s, x: s.layer(F.layer_norm(F.silu(x), (8,))), ("layernorm",), ()),
     "two readers": (lambda s, x: (lambda z: s.layer(z) + z)(F.silu(x)), (), ()),
@@ -167,7 +173,7 @@ CHAINS = {
 @pytest.mark.parametrize("case", CHAINS)
 def test_norms_and_activations_around_a_product_are_recognised_where_it_alone_reads_them(case):
     call, producer, consumer = CHAINS[case]
-    (site,) = trace(Model(call, layer=nn.Linear(8, 8, bias=False), norm=torch.ones(8)), draw(6, 8)).sites
+    (site,) = trace(Model(call, layer=nn.Linear(8, 8, bias=False), norm=torch.ones(8), column=torch.ones(6, 1)), draw(6, 8)).sites
     assert (site.producer, site.consumer) == (producer, consumer)
 
 
