@@ -17,7 +17,8 @@ A head has J = 1: the formula itself. Four ways to s_i^2, `how`:
     variances the same with each output's expected square (studies.loka.noise) in e's place: no cast and no product in FP8
 
 First-order change, sum of (p - truth) s_i, is zero in the mean where the model is calibrated; a model far from its optimum moves by it as well,
-up or down, and no price of noise foretells that. Examples are the first axis of every x and y, and share no value.
+up or down, and no price of noise foretells that. Examples share no value; they are the first axis of their number's size, or several rows each,
+one after the other, along the first axis.
 Legend: B examples, R rows of an example at a site, N and K as in kernels.fp8.recipes.
 """
 
@@ -127,7 +128,9 @@ def relative_errors(site: Tap, recipe: GemmRecipe) -> tuple[float, float]:
 
 def backward_product(site: Tap, dlogits_B: torch.Tensor, which: str) -> Tap:
     """The site's dgrad or wgrad as a product of its own, for `noise_to_signal` and `relative_errors`; dlogits: d loss / d logit. Its jacobian is empty."""
-    dy = (_by_example(site.jacobian, len(dlogits_B)) * dlogits_B[:, None]).reshape(site.jacobian.shape)
+    axis = _axis(site.jacobian.shape, len(dlogits_B))
+    each = dlogits_B.repeat_interleave(site.jacobian.shape[axis] // len(dlogits_B))
+    dy = site.jacobian * each.reshape([-1 if i == axis else 1 for i in range(site.jacobian.ndim)])
     x, w = site.x, site.w
     if w.ndim == 2:
         dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -151,11 +154,11 @@ def _by_operands(site: Tap, recipe: GemmRecipe, examples: int) -> torch.Tensor:
     flat = site.x if w.ndim > 2 else site.x.reshape(-1, x.shape[-1])  # as the product takes it
     of_x = _by_example((jacobian @ w).square() * _rounding(flat, recipe.a).reshape(x.shape), examples).sum(1)
     dw = _rounding(site.w, recipe.b)
-    if w.ndim > 2:  # w is of the example too: each of its elements is rounded once
+    if w.ndim > 2 and _axis(x.shape, examples) < x.ndim - 2:  # w is of the example too: each of its elements is rounded once
         return of_x + _by_example((jacobian.mT @ x).square() * dw, examples).sum(1)
-    j_BRN, x_BRK = jacobian.reshape(examples, -1, jacobian.shape[-1]), x.reshape(examples, -1, x.shape[-1])
-    if j_BRN.shape[1] == 1:
-        return of_x + ((j_BRN[:, 0].square() @ dw) * x_BRK[:, 0].square()).sum(1)
+    if w.ndim > 2 or x.numel() == examples * x.shape[-1]:  # one row an example meets each weight
+        return of_x + _by_example((jacobian.square() @ dw) * x.square(), examples).sum(1)
+    j_BRN, x_BRK = (_by_example(t, examples).reshape(examples, -1, t.shape[-1]) for t in (jacobian, x))
     return of_x + ((j_BRN.mT @ x_BRK).square() * dw).sum((1, 2))
 
 
@@ -170,7 +173,14 @@ def _rounding(x: torch.Tensor, operand: OperandRecipe) -> torch.Tensor:
     return (quantise_ref(x, operand).dequantise().double() - x.double()).square()
 
 
+def _axis(shape: torch.Size, examples: int) -> int:
+    """The axis of the examples."""
+    found = next((i for i, size in enumerate(shape[:-1]) if size == examples), 0)
+    if shape[found] % examples:
+        raise ValueError(f"a site's operands have an axis of the examples, or rows of each along the first, got {tuple(shape)} for {examples} examples")
+    return found
+
+
 def _by_example(values: torch.Tensor, examples: int) -> torch.Tensor:
-    if len(values) % examples:
-        raise ValueError(f"the first axis of a site's operands is the examples, got {tuple(values.shape)} for {examples} examples")
-    return values.reshape(examples, -1)
+    """[B, all the rest]."""
+    return values.movedim(_axis(values.shape, examples), 0).reshape(examples, -1)
