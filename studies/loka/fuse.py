@@ -115,7 +115,7 @@ class _Fused(torch.autograd.Function):
 
 
 # ---- operators that torch.compile sees whole -------------------------------------------------------------------------------------
-# They return tensors only: what a norm does not have is empty.
+# They return tensors only, row-major: what a norm does not have is empty.
 
 
 @torch.library.custom_op("loka::norm_quantise", mutates_args=())
@@ -125,7 +125,7 @@ def _norm_quantise(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     operand = OperandRecipe(fmt=fmt, granularity=granularity, power_of_two=power_of_two)
     run = norm_quantise if x_MK.is_cuda else norm_quantise_ref
-    q, saved = run(x_MK, norm, activation, operand, weight, bias, eps, block, keep)
+    q, saved = run(x_MK.contiguous(), norm, activation, operand, weight, bias, eps, block, keep)
     kept = (saved.y_MK, saved.mean, saved.rstd) if keep else (None, None, None)
     return q.data_RC, q.scale, *(x_MK.new_empty(0) if v is None else v for v in kept)
 
@@ -148,7 +148,7 @@ def _norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     run = norm_backward if x_MK.is_cuda else norm_gradient
     saved = Saved(y_MK=x_MK, mean=mean if norm == "layernorm" else None, rstd=rstd if norm != "none" else None)
-    found = run(dy_MK, x_MK, saved, norm, activation, weight, bias, eps, block)
+    found = run(dy_MK.contiguous(), x_MK.contiguous(), saved, norm, activation, weight, bias, eps, block)
     return tuple(x_MK.new_empty(0) if v is None else v for v in found)
 
 

@@ -251,6 +251,15 @@ def test_the_gradient_by_formula_is_the_reference_differentiated(norm, weights, 
             torch.testing.assert_close(a, e, **GRADIENT)
 
 
+@pytest.mark.parametrize(("norm", "granularity", "keep"), [("layernorm", "row", True), ("blocknorm", "block", True), ("none", "row", True), ("rmsnorm", "row", False)])
+def test_what_the_compiler_is_told_of_the_operators_is_what_they_give(norm, granularity, keep):
+    x, w = draw(6, 80).bfloat16(), draw(80, seed=1) if norm in ("layernorm", "rmsnorm") else None
+    rows = (x.T.contiguous().T, w, None, norm, "silu", 1e-5, 32, "e4m3", granularity, False, keep)
+    torch.library.opcheck(torch.ops.loka.norm_quantise.default, rows, test_utils=("test_schema", "test_faketensor"))
+    *_, mean, rstd = torch.ops.loka.norm_quantise(x, *rows[1:-1], True)
+    torch.library.opcheck(torch.ops.loka.norm_backward.default, (x, x, w, None, mean, rstd, norm, "silu", 1e-5, 32), test_utils=("test_schema", "test_faketensor"))
+
+
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
