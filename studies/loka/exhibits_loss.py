@@ -32,7 +32,7 @@ CALIBRATION = "Predicted and measured change of log-loss, one product in FP8 at 
 
 def losses(view: View) -> list:
     rows = view.rows(measure="quality")
-    parts = [*calibration(view), *planners(view), *arms(view, rows), *mods(rows)]
+    parts = [*calibration(view), *planners(view), *logs(view), *arms(view, rows), *mods(rows)]
     return parts or [Prose(heading="Log-loss", text="NOT MEASURED HERE: no model was trained.")]
 
 
@@ -148,3 +148,15 @@ def planners(view: View) -> list:
 
 def _percent(share: float | None) -> float | str:
     return "not priced" if share is None else 100 * share
+
+
+def logs(view: View) -> list:
+    """Real logs, read with FP8 in every inner forward product."""
+    rows, lines = view.rows(measure="real_change"), []
+    for r in rows:
+        more = r.record("more")
+        change = tuple(100 * more[k] for k in ("loss_change", "loss_low", "loss_high"))
+        lines.append((r.params["data"], r.params["recipe"], r.device, int(more["rows"]), r.metrics["auc"], change, 100 * more["detectable"], r.facts["verdict"]))
+    columns = [Column(name=n, unit="%" if n in ("change", "detectable") else "") for n in ("log", "recipe", "device", "test rows", "AUC", "change", "detectable", "within 0.02%?")]
+    return [Table(title="Real logs: a trained model with FP8 in every inner forward product", columns=columns, rows=lines, sources=rows,
+                  note="Change of log-loss over labels with its 95% interval over users, where a log has them. Detectable: the change that these rows show with 80% power.")] if lines else []  # fmt: skip

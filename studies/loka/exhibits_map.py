@@ -53,6 +53,8 @@ def _device(title: str, rows: Sequence[Row]) -> list:
     distributions = [d for d in SYNTHETIC if any(r.params["distribution"] == d for r in rows)]
     m, known = max(((m, site_questions(m)) for m in _maps()), key=lambda item: sum(key in item[1] for key, _ in by))
     asked = {key: sites for key, sites in known.items() if any((key, d) in by for d in distributions)}
+    if not any(key[0] == "forward" for key in asked):
+        return [Prose(heading=title, text=f"{len(rows)} cells belong to no forward site of the presets' maps; another preset asked them.")]
     parts = [_summary(title, asked, by, distributions, rows)]
     for which in PASS_TITLES:
         parts += [_model(title, model, which, asked, by, distributions, m) for model in _models(asked, which)]

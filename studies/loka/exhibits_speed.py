@@ -102,16 +102,23 @@ def steps(view: View) -> list:
         model, size, mods, batch, training = where
         ratios = [times_faster(found, f"log_speedup_{v}") for v in ("torchao", "single", "dispatch")]
         gains[training] += by_process(found, metric("log_speedup_dispatch"))[:1] if mods else []
+        whole = _whole_step(found)
         cap = next((r.metrics["amdahl_cap"] for r in found if "amdahl_cap" in r.metrics), None)
         lines.append((f"{model} {size}", mods.replace("+", ", ") or "as published", f"{batch:,}", "training" if training else "inference", sum(r.metrics["step_us"] for r in found) / len(found) / 1e3,
-                      *ratios, cap, len(found)))  # fmt: skip
+                      *ratios, cap, whole, len(found)))  # fmt: skip
     if not lines:
         return []
-    names = ("model", "Mods, of bf16 too", "batch", "step", "bf16", "torchao on every linear", "fastest single recipe", "dispatched", "Amdahl's cap", "processes")
-    units = {"bf16": "ms", "torchao on every linear": "x", "fastest single recipe": "x", "dispatched": "x", "Amdahl's cap": "x"}
+    names = ("model", "Mods, of bf16 too", "batch", "step", "bf16", "torchao on every linear", "fastest single recipe", "dispatched", "Amdahl's cap", "dispatched, whole step", "processes")
+    units = {"bf16": "ms", "torchao on every linear": "x", "fastest single recipe": "x", "dispatched": "x", "Amdahl's cap": "x", "dispatched, whole step": "x"}
     means = [f"{'training' if t else 'inference'} {math.exp(sum(g) / len(g)):.2f}x" for t, g in gains.items() if len(g) > 1]
-    note = "Dense part, compiled and captured in a CUDA graph; x: bf16's time over the variant's. " + (f"Geometric mean of dispatched over models with the Mods: {', '.join(means)}." if means else "")
+    note = "Dense part, compiled and captured in a CUDA graph; x: bf16's time over the variant's. Whole step: with embeddings and optimizers, in a sum of times. " + (f"Geometric mean of dispatched over models with the Mods: {', '.join(means)}." if means else "")
     return [Table(title="Whole models: a step of the dense part", columns=[Column(name=n, unit=units.get(n, "")) for n in names], rows=lines, sources=rows, note=note)]
+
+
+def _whole_step(rows: Sequence[Row]) -> float | tuple[float, float, float] | str:
+    """By the plan, embeddings and optimizers beside it; "-" where they were not timed."""
+    logs = [more["log_speedup_step_dispatch"] for r in rows if "more.json" in r.files and "log_speedup_step_dispatch" in (more := r.record("more"))]
+    return _ratio(logs) if logs else "-"
 
 
 def layers(view: View) -> list:

@@ -15,6 +15,7 @@ ALL_MODS = "nobias+blocknorm+hardswish"
 SYNTHETIC = ("gaussian", "student-t3", "log-normal", "row-scaled", "outliers", "post-relu")
 MODS_2K = ("", "nobias", "blocknorm", "hardswish", "nobias+blocknorm", "nobias+hardswish", "blocknorm+hardswish", ALL_MODS)
 ARMS = ("bf16", "bf16-perturbed", "naive", "planted-bad")
+SERVING = ("bf16", "single rowwise", "single blockwise", "dispatch", "dispatch fused", "dispatch epilogues")  # of inference
 FORWARD, DGRAD, WGRAD = ("tensorwise-fast", "rowwise-fast", "blockwise"), ("tensorwise-grad", "rowwise-p2", "blockwise"), ("tensorwise-grad", "rowwise-p2", "blockwise-both")
 
 
@@ -78,6 +79,18 @@ class Probe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logs:
+    """Real logs: a model trained in float32, read again with FP8 in every inner forward product."""
+
+    data: tuple[str, ...]
+    recipes: tuple[str, ...] = ("rowwise", "tensorwise")
+    steps: int = 200
+    batch: int = 512
+    rows: int = 200_000  # of the test part, at most
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pricing:
     """A Wukong trained on known probabilities; every site in every recipe, one at a time; all planners from those prices."""
 
@@ -116,6 +129,7 @@ class Steps:
     mods: str = ALL_MODS  # of baseline and plans alike
     training: bool = True
     variants: tuple[str, ...] = ("bf16", "single rowwise", "single rowwise-hp-wgrad", "dispatch", "dispatch fused")
+    table_rows: int = 0  # ids a field: with them embeddings and optimizers are timed beside the dense part
     replicates: int = 5
 
 
@@ -128,6 +142,7 @@ class Config:
     probe: Probe | None = None
     torchao_filter: bool = False  # what it makes of MODELS
     pricing: tuple[Pricing, ...] = ()
+    logs: Logs | None = None
     quality: tuple[Quality, ...] = ()
     timing: Timing | None = None
     steps: tuple[Steps, ...] = ()
@@ -140,17 +155,16 @@ def smoke() -> Config:
 
 
 def cpu() -> Config:
-    return Config(map=Map(), real=Real(), probe=Probe(), torchao_filter=True, pricing=(Pricing(),), quality=(Quality(planned=True),))
+    return Config(map=Map(), real=Real(), probe=Probe(), torchao_filter=True, pricing=(Pricing(),), logs=Logs(data=("movielens-100k",)), quality=(Quality(planned=True),))
 
 
 def gpu() -> Config:
     wukong = {"model": "wukong", "size": "5.6", "batch": 6144}  # LoKA's batch on an H100
     naive = ("bf16", "torchao", "single tensorwise", "single rowwise", "single rowwise-hp-wgrad", "dispatch")
     others = (("dlrm_v2", "mlperf", 8192), ("wukong", "1.25", 6144), ("rankmixer", "100m", 8192))
-    both = (True, False)
-    steps = (Steps(**wukong, mods="", variants=naive), *(Steps(**wukong, training=t) for t in both))
-    steps += tuple(Steps(model=m, size=s, batch=b, training=t, replicates=2) for m, s, b in others for t in both)
+    steps = (Steps(**wukong, mods="", variants=naive), Steps(**wukong, table_rows=10_000), Steps(**wukong, training=False, variants=SERVING))
+    steps += tuple(Steps(model=m, size=s, batch=b, training=t, replicates=2, **({} if t else {"variants": SERVING})) for m, s, b in others for t in (True, False))
     pricing = (Pricing(steps=2000, rows=1_048_576, device="cuda"),
                Pricing(size="0.53", batch=4096, largest=100_000, rows=262_144, calibration=1024, examples=4096, timed=True, device="cuda"))  # fmt: skip
     quality = (Quality(size="0.53", planned=True, steps=400, batch=4096, test_rows=2_097_152, device="cuda"), *(Quality(mods=m, arms=("bf16",), steps=2000, batch=2048, test_rows=1_048_576, device="cuda") for m in MODS_2K))
-    return Config(map=Map(rows=2048, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), probe=Probe(m=4096, k=1024, n=512, overhead=5, device="cuda"), torchao_filter=True, pricing=pricing, quality=quality, timing=Timing(), steps=steps, mods_latency=True)
+    return Config(map=Map(rows=512, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), probe=Probe(m=4096, k=1024, n=512, overhead=5, device="cuda"), torchao_filter=True, pricing=pricing, quality=quality, logs=Logs(data=("movielens-1m", "movielens-100k", "open-bandit", "adult"), steps=2000, batch=2048, rows=2_000_000, device="cuda"), timing=Timing(), steps=steps, mods_latency=True)

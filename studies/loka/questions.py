@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from studies.loka.model_sites import model_sites
-from studies.loka.presets import ALL_MODS, DGRAD, FORWARD, MODELS, WGRAD, Config, Map, Pricing, Probe, Quality, Real, Steps, Timing
+from studies.loka.presets import ALL_MODS, DGRAD, FORWARD, MODELS, WGRAD, Config, Logs, Map, Pricing, Probe, Quality, Real, Steps, Timing
 from studies.loka.shapes import SHAPES, Shape
 from suite.cell import Cell, Needs
 
@@ -21,6 +21,7 @@ STUDY, HERE = "loka", "studies.loka"
 # of the 1st percentile of rows, in dB; safety_map derives them, and a test holds these to its
 INNER_DB, GRADIENT_DB, HEAD_DB = 25.6, 21.6, 32.0
 FEWEST_ROWS = 16  # of a product: below, FP8 would multiply padding
+PARQUET = ("open-bandit", "adult")  # logs that pandas reads
 
 
 def questions(config: Config) -> list[Cell]:
@@ -30,6 +31,7 @@ def questions(config: Config) -> list[Cell]:
     out += [_filter()] if config.torchao_filter else []
     priced = {p.size: _pricing(p) for p in config.pricing}
     out += [cell for cells in priced.values() for cell in cells]
+    out += _logs(config.logs) if config.logs else []
     out += [cell for q in config.quality for cell in _quality(q, priced[q.size][-1] if q.planned else None)]
     out += _timing(config.timing) if config.timing else []
     return out + _whole_models(config)
@@ -113,6 +115,15 @@ def quality(q: Quality, arm: str, seed: int, planners: Cell | None = None) -> Ce
                 inputs={"planners": planners} if planners else {}, label=" ".join(filter(None, ("quality", arm, f"wukong {q.size}", q.mods, q.data, f"seed {seed}"))))  # fmt: skip
 
 
+def _logs(g: Logs) -> list[Cell]:
+    training = {"model": "wukong", "size": "small", "steps": g.steps, "batch": g.batch}
+    return [
+        Cell(study=STUDY, measure=f"{HERE}.cells_real:real_change", seed=1, needs=Needs(device=g.device, memory_gib=3, time_limit_s=1800, packages=("pandas", "pyarrow") if data in PARQUET else ()), label=f"{recipe} on {data}",
+             params={"data": data, "training": training, "recipe": recipe, "heads": False, "rows": g.rows, "chunk": 4096})
+        for data in g.data for recipe in g.recipes
+    ]  # fmt: skip
+
+
 # ---- prices --------------------------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +184,8 @@ def site_times(s: Steps) -> Cell:
 
 
 def dense_step(s: Steps, times: Cell, replicate: int) -> Cell:
-    params = {"model": s.model, "size": s.size, "mods": s.mods, "batch": s.batch, "training": s.training, "variants": list(s.variants), "rounds": 6, "launches": 4, "warmup_s": 1.0}
+    params = {"model": s.model, "size": s.size, "mods": s.mods, "batch": s.batch, "training": s.training, "variants": list(s.variants), "rounds": 6, "launches": 4, "warmup_s": 1.0,
+              "table_rows": s.table_rows}  # fmt: skip
     return _exclusive("cells_speed:dense_step", params, f"time {'training' if s.training else 'inference'} {_model_name(s)} #{replicate}", replicate, {"times": times})
 
 

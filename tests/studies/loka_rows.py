@@ -92,6 +92,10 @@ class Rows:
         params = {"model": "wukong", "size": "5.6", "batch": 6144, "every": 100, "compiled": True}
         return self.add("cells_probe:overhead", params, metrics={"log_probe_overhead": logs, "step_us": 9000.0}, device=H200, **fields)
 
+    def log(self, change: float, data: str = "movielens-1m", *, half: float = 2e-5, **fields: Any) -> Row:
+        more = {"loss_change": change, "loss_low": change - half, "loss_high": change + half, "detectable": 1.4 * half, "rows": 1e6}
+        return self.add("cells_real:real_change", {"data": data, "recipe": "rowwise"}, metrics={"auc": 0.8}, facts={"verdict": "within"}, records={"more": more}, **fields)
+
     def planners(self, **fields: Any) -> Row:
         lines = [{"planner": p, "made_by": p, "products": n, "heads": 0, "step_us": 90.0, "speedup": 1.0 + n / 100, "predicted": None if p == "torchao" else n / 1e6, "predicted_forward": None,
                   "measured": n / 1e6, "low": n / 2e6, "high": n / 5e5, "time_kind": "simulated"} for p, n in (("bf16", 0), ("torchao", 30), ("ours", 20))]  # fmt: skip
@@ -121,17 +125,19 @@ class Rows:
 
     # ---- time ----
 
-    def step(self, logs: Mapping[str, float], *, mods: str = "", training: bool = True, device: str = H200, **fields: Any) -> Row:
-        return self.add("cells_speed:dense_step", {**STEP, "mods": mods, "training": training}, metrics={"step_us": 9000.0, **logs}, device=device, **fields)
+    def step(self, logs: Mapping[str, float], *, mods: str = "", training: bool = True, device: str = H200, whole: float | None = None, **fields: Any) -> Row:
+        records = {"more": {"log_speedup_step_dispatch": whole}} if whole else {}
+        return self.add("cells_speed:dense_step", {**STEP, "mods": mods, "training": training}, metrics={"step_us": 9000.0, **logs}, records=records, device=device, **fields)
 
     def everything(self) -> None:
         for distribution in ("gaussian", "row-scaled"):
             self.safety("forward", distribution, {"tensorwise": "unsafe"} if distribution == "row-scaled" else {})
             self.safety("wgrad", distribution, {"tensorwise-grad": "undecided"})
-        self.safety("forward", "gaussian", device=H200, rows=2048, contracted=4096, metrics={"hardware_db": 48.0})
+        self.safety("forward", "gaussian", device=H200, rows=512, contracted=4096, metrics={"hardware_db": 48.0})
         self.captured()
         self.filtered()
         self.validation()
+        self.log(1e-5)
         self.surrogate()
         self.stopping()
         self.planners()
@@ -150,6 +156,6 @@ class Rows:
             self.overhead(0.003 + jitter, replicate=replicate)
             self.step({"log_speedup_dispatch": 0.25 + jitter, "log_speedup_single": 0.2, "log_dispatch_over_single": 0.05 + jitter, "log_speedup_torchao": -0.2 + jitter}, replicate=replicate)
             for training in (True, False):
-                self.step({"log_speedup_dispatch": 0.36 + jitter, "log_speedup_single": 0.3, "amdahl_cap": 1.6}, mods=ALL_MODS, training=training, replicate=replicate)
+                self.step({"log_speedup_dispatch": 0.36 + jitter, "log_speedup_single": 0.3, "amdahl_cap": 1.6}, mods=ALL_MODS, training=training, replicate=replicate, whole=0.1 + jitter if training else None)
             mods = [{"mods": m, "us": 100.0, "log_speedup": 0.1 * i + jitter} for i, m in enumerate(MODS_2K)]
             self.add("cells_speed:mods_latency", {"size": "5.6"}, metrics={"layer_us": 100.0, "log_speedup_mods": 0.7 + jitter}, records={"mods": mods}, replicate=replicate, device=H200)

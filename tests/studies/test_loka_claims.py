@@ -145,6 +145,14 @@ def test_a_plan_beyond_the_margin_is_refuted(rows):
     assert judged(rows, "quality_small").verdict == "NOT REPRODUCED"
 
 
+@pytest.mark.parametrize("change, half, verdict", [(1e-5, 2e-5, "EXCEEDED"), (-4e-4, 2e-5, "NOT REPRODUCED"), (1e-5, 5e-4, "UNDECIDED")])
+def test_a_real_log_is_decided_by_its_interval(rows, change, half, verdict):
+    rows.log(change, half=half)
+    rows.log(0.01, "movielens-100k")
+    j = judged(rows, "real_log_change")
+    assert (j.verdict, j.value, j.n) == (verdict, abs(change), 1_000_000)
+
+
 @pytest.mark.parametrize("how", ["planted-bad passes", "the pilot asks for more pairs", "no pilot"])
 def test_a_test_that_could_not_fail_decides_nothing(rows, how):
     rows.arms(CLOSE, bad=1e-5 if how == "planted-bad passes" else 0.01, spread=3e-4 if how.startswith("the pilot") else 1e-5)

@@ -75,11 +75,17 @@ def test_cells_that_were_not_asked_stay_empty_and_stale_ones_are_marked(rows):
 
 def test_emulated_and_measured_maps_stand_apart(rows):
     whole_map(rows, "forward", "gaussian", {})
-    rows.safety("forward", "gaussian", {}, rows=2048, contracted=4096, device=H200)
+    rows.safety("forward", "gaussian", {}, rows=512, contracted=4096, device=H200)
     titles = [p.title for p in safety_maps(rows.view())]
     assert f"Safety map, {H200}: forward sites that are safe" in titles and f"Safety map, {CPU}: forward sites that are safe" in titles
     for p in safety_maps(rows.view()):
         assert len({r.device for r in p.sources}) == 1
+
+
+def test_cells_of_a_users_own_map_are_told_and_break_nothing(rows):
+    rows.safety("forward", "gaussian", {}, rows=77, contracted=99)
+    (shown,) = safety_maps(rows.view())
+    assert isinstance(shown, Prose) and shown.text.startswith("1 cells belong to no forward site")
 
 
 def test_sites_that_differ_in_a_number_only_stand_in_one_line():
@@ -141,4 +147,4 @@ def test_times_show_an_interval_only_over_processes(rows):
     (shown,) = bandwidth(rows.view())
     assert shown.rows[0][4][0] == pytest.approx(0.9002, rel=1e-3) and shown.rows[0][-1] == 5
     (models,) = steps(rows.view())
-    assert [line[3] for line in models.rows] == ["training", "training", "inference"] and models.rows[0][5][0] < 1 < models.rows[0][7][0]
+    assert [line[3] for line in models.rows] == ["training", "training", "inference"] and [type(line[-2]) for line in models.rows] == [str, tuple, str] and models.rows[0][5][0] < 1 < models.rows[0][7][0]

@@ -211,9 +211,9 @@ def test_what_is_not_declared_stays_in_the_bundle():
 
 
 def test_cells_keep_declared_metrics_only():
-    from studies.loka import cells_contests, cells_pricing, cells_probe, cells_speed
+    from studies.loka import cells_contests, cells_pricing, cells_probe, cells_real, cells_speed
 
-    for module in (cells_contests, cells_pricing, cells_probe, cells_speed):
+    for module in (cells_contests, cells_pricing, cells_probe, cells_real, cells_speed):
         for name in module.__all__:
             names = inspect.getclosurevars(getattr(module, name)).nonlocals["names"]
             assert names and set(names) <= STUDY.metric_names(), (module.__name__, name)
