@@ -2,7 +2,7 @@
 
     registry = trace(model, *model.example(batch=8, seed=0))
     [site.name for site in registry.sites]         # ["bottom.0:linear", ..., "cross.0.v:linear", ..., "over.4:linear"]
-    registry.unsupported                           # {"attention.out_proj": "nn.MultiheadAttention decides by its inputs ...", ...}
+    registry.unsupported                           # {"attention.out_proj": "attention (MultiheadAttention) is torch.nn's own ...", ...}
 
 A site is named by the module whose forward has the product: "<module path>:<op>", with "#2", "#3" behind its later ones in the order of the graph, so a
 name stays while the module stays. Sizes come from one run on the example, without gradients and without dropout; on the meta device it costs nothing.
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from studies.loka.chains import consumers, producers, reaches_output
 from studies.loka.products import Form, form_of, multiply
 from studies.loka.site import Site
-from studies.loka.tracing import traced
+from studies.loka.tracing import modes_kept, traced
 
 __all__ = ["Product", "Registry", "trace"]
 
@@ -77,7 +77,8 @@ def trace(model: nn.Module, *example: object) -> Registry:
     root, graph, closed = traced(model, example)
     _measure(root, graph, example)
     products, unsupported = _products(root, graph)
-    sites = tuple(_site(name, product, root, needs_grad) for needs_grad in [_needs_grad(root, graph, example)] for name, product in products.items())
+    needs_grad = _needs_grad(root, graph, example)
+    sites = tuple(_site(name, product, root, needs_grad) for name, product in products.items())
     return Registry(sites=sites, graph=graph, root=root, products=products, unsupported=unsupported | _unseen(root, graph, closed))
 
 
@@ -93,14 +94,8 @@ class _Sizes(fx.Interpreter):
 
 def _measure(root: nn.Module, graph: fx.Graph, example: Sequence[object]) -> None:
     """Notes what each node gives on the example, in evaluation mode, so that no running statistic and no random state moves."""
-    modes = {module: module.training for module in root.modules()}
-    root.eval()
-    try:
-        with torch.no_grad():
-            _Sizes(root, graph=graph).run(*example)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with modes_kept(root), torch.no_grad():
+        _Sizes(root.eval(), graph=graph).run(*example)
 
 
 # ---- products --------------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import fx, nn
@@ -23,7 +24,7 @@ from torch import fx, nn
 from studies.loka.chains import asks_shape
 from studies.loka.sharing import shared_copy
 
-__all__ = ["OPEN", "is_mode", "same_branch", "traced"]
+__all__ = ["OPEN", "is_mode", "modes_kept", "same_branch", "traced"]
 
 OPEN = (nn.Linear, nn.Sequential, nn.Identity, nn.Flatten, nn.LayerNorm, nn.RMSNorm, nn.SiLU, nn.Hardswish, nn.ReLU, nn.Bilinear)
 
@@ -46,6 +47,17 @@ def traced(model: nn.Module, example: Sequence[object]) -> tuple[nn.Module, fx.G
 def is_mode(node: fx.Node) -> bool:
     """Whether a node reads a module's `training`."""
     return node.op == "get_attr" and node.target.split(".")[-1] == "training"
+
+
+@contextmanager
+def modes_kept(root: nn.Module) -> Iterator[None]:
+    """Gives every module its `training` back, whatever it is."""
+    modes = {module: module.__dict__["training"] for module in root.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.__dict__["training"] = mode
 
 
 def same_branch(found: object, taken: bool) -> None:
@@ -77,15 +89,13 @@ class _Tracer(fx.Tracer):
         return root_fn, [self.root, *arguments]
 
     def trace(self, root: nn.Module) -> fx.Graph:
-        modes = {module: module.training for module in root.modules()}
         try:
-            graph = super().trace(root)
+            with modes_kept(root):
+                graph = super().trace(root)
         except _Untraceable:
             raise
         except Exception as error:  # a stranger's forward under proxies may raise anything; run for real it says so itself
             raise _Untraceable("", error) from error
-        finally:
-            _set_modes(modes)
         for node in [n for n in graph.nodes if is_mode(n) and not n.users]:
             graph.erase_node(node)
         return graph
@@ -121,20 +131,12 @@ class _Tracer(fx.Tracer):
             if n in needed or n.op == "placeholder":
                 copies[n] = part.node_copy(n, copies.__getitem__)
         part.output(copies[node])
-        modes = {module: module.__dict__["training"] for module in self.root.modules()}
         self.running = True
         try:
-            _set_modes(dict.fromkeys(modes, False))
-            with torch.no_grad():
-                return fx.Interpreter(self.root, graph=part).run(*self.example)
+            with modes_kept(self.root), torch.no_grad():
+                return fx.Interpreter(self.root.eval(), graph=part).run(*self.example)
         finally:
             self.running = False
-            _set_modes(modes)
-
-
-def _set_modes(modes: Mapping[nn.Module, object]) -> None:
-    for module, mode in modes.items():
-        module.__dict__["training"] = mode
 
 
 def _of_shapes(node: fx.Node) -> bool:
