@@ -153,16 +153,16 @@ def test_every_recipe_has_a_prediction_and_exact_products_reach_the_cap():
 
 
 def test_bounds_of_the_first_percentile_cover_that_of_the_stream():
-    """The 1st percentile of 4096 rows lies within 95% bounds from 512 of them; by seeds, at least 32 of 40 (38 expected; a bootstrap of a tail undercovers)."""
+    """The 1st percentile of 4096 rows lies within 95% bounds from 512 of them; by seeds, at least 15 of 20 (19 expected; a bootstrap of a tail undercovers)."""
     x, w = draw("row-scaled", 4096, 64, seed=11), draw("gaussian", 32, 64, seed=12)
     site, parameter = Site(name="s", op="linear", batch=1, m=4096, n=32, k=64), sketch(w, step=0, parameter=True)
     true = float(torch.quantile(emulated_db(x, w, "tensorwise"), 0.01))
     inside = 0
-    for seed in range(40):
+    for seed in range(20):
         p = predict(SiteReading(site=site, x=sketch(x, step=0, seed=seed), w=parameter), "forward", gemm("tensorwise"))
         interval = p.quantile(0.01)
         inside += interval.low <= true <= interval.high
-    assert inside >= 32
+    assert inside >= 15
 
 
 def test_readings_survive_a_file_and_merge(tmp_path):

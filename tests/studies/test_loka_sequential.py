@@ -63,26 +63,26 @@ def test_a_verdict_stays():
 def test_steps_that_are_bad_together_need_steps_as_units():
     """One step in 50 has half of its rows below: 1% in all. Rows as units say safe too often, steps as units do not."""
     rng, rows_wrong, steps_wrong = np.random.default_rng(4), 0, 0
-    for _ in range(40):
+    for _ in range(25):
         by_rows, by_steps = Stopping(alpha=ALPHA), Stopping(alpha=ALPHA)
         for bad in rng.random(300) < 0.02:
             by_rows.update(rows_below=50 * bool(bad), rows=100)
             by_steps.update_step(0.5 * bool(bad))
         rows_wrong += by_rows.verdict == "safe"
         steps_wrong += by_steps.verdict == "safe"
-    assert rows_wrong > 20 and steps_wrong <= 2 + 4 * math.sqrt(40 * 0.05 * 0.95)
+    assert rows_wrong > 12 and steps_wrong <= 1.25 + 4 * math.sqrt(25 * 0.05 * 0.95)
 
 
 def test_drift_alarms_as_rarely_as_its_formula_says():
-    """In 300 runs of 200 values an alarm each RUN_LENGTH values: a Poisson number, four standard deviations above."""
+    """In 150 runs of 200 values an alarm each RUN_LENGTH values: a Poisson number, four standard deviations above."""
     rng = np.random.default_rng(5)
     alarms = 0
-    for _ in range(300):
+    for _ in range(150):
         drift = Drift()
         for value in rng.normal(10, 0.7, 200):
             drift.update(value)
         alarms += drift.alarmed
-    expected = 300 * 200 / RUN_LENGTH
+    expected = 150 * 200 / RUN_LENGTH
     assert alarms <= expected + 4 * math.sqrt(expected)
 
 
