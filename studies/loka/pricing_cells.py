@@ -3,7 +3,6 @@
     trained(ctx, training={"steps": 400, "batch": 1024}, data={"largest": 50})       # leaves the parameters
     flips(ctx, training=..., data=..., recipes=["rowwise-fast"], rows=32768, calibration=4096, chunk=4096)          # input "trained"
     gradients(ctx, training=..., data=..., products={"wgrad": ["rowwise-p2"]}, batches=4, batch=1024, rate=1e-3)    # input "trained"
-    filters(ctx, model="dlrm_v2", size="mlperf")                                                                    # no input
     planners(ctx, training=..., data=..., rows=32768, chunk=4096, budget=2e-4, examples=8192, width=32)  # and "flips", "gradients"
 
 Training is on known probabilities in the place of labels: the mean over infinitely many labels, which brings a small model near the optimum that
@@ -36,11 +35,10 @@ from studies.loka.roofline import time_us
 from studies.loka.rules import best_single, loka, oracle, torchao_all, torchao_filter
 from studies.loka.site import BASE, Plan, Site
 from studies.loka.training import Learner, Training, train
-from studies.models.recommenders import MODELS
 from suite.measure import Context, Result, weakest
 from suite.stats import Interval
 
-__all__ = ["calibration_of", "filters", "flips", "gradients", "planners", "restored", "summary", "trained"]
+__all__ = ["calibration_of", "flips", "gradients", "planners", "restored", "summary", "trained"]
 
 Clock = Callable[..., float | None]
 FEWEST = 4  # points that have a rank correlation
@@ -154,15 +152,6 @@ def planners(ctx: Context, *, training: dict, data: dict, rows: int, chunk: int,
         records={"planners": found, "plans": {name: {"recipes": plan.recipes, "made_by": plan.made_by} for name, plan in plans.items()}},
         kind=weakest([kind, _kind(ctx)]),
     )  # fmt: skip
-
-
-def filters(ctx: Context, *, model: str, size: str) -> Result:
-    """What torchao can see of a model: metrics sites (products of a forward pass), linear_layers of class nn.Linear among them, and how many of those its
-    automatic filter converts, filter_tensorwise and filter_rowwise. Exact counts; the model has sizes only."""
-    built = MODELS[model](size=size, device="meta")
-    registry = trace(built, *(torch.empty_like(x, device="meta") for x in built.example(1, 0)))
-    seen = {kind: len(plan.recipes) for kind, plan in (("all", torchao_all(built, registry.sites)), *((r, torchao_filter(built, registry.sites, r)) for r in ("tensorwise", "rowwise")))}
-    return Result(metrics={"sites": float(len(registry.sites)), "linear_layers": float(seen["all"]), "filter_tensorwise": float(seen["tensorwise"]), "filter_rowwise": float(seen["rowwise"])})
 
 
 def _clock(ctx: Context) -> tuple[Clock, str]:

@@ -128,11 +128,6 @@ def test_measured_times_take_the_place_of_simulated_ones(done, tmp_path):
         cells.planners(timed, training=TRAINING, data=DATA, rows=600, chunk=600, budget=1e-2, examples=128)
 
 
-def test_torchao_s_filter_sees_8_of_the_14_products_of_dlrm_v2_and_converts_none():
-    found = cells.filters(Context(device="cpu"), model="dlrm_v2", size="mlperf").metrics
-    assert found == {"sites": 14.0, "linear_layers": 8.0, "filter_tensorwise": 0.0, "filter_rowwise": 0.0}
-
-
 def test_the_parameters_of_another_model_are_refused(done):
     with pytest.raises(ValueError, match="the model that was trained"):
         cells.restored(done[0], {**TRAINING, "model": "dlrm_v2"}, DATA)
