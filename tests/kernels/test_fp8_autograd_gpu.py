@@ -73,6 +73,19 @@ def test_batched_matmuls_and_their_gradients(name: str) -> None:
         assert snr_db(ours, want) > LEAST_DB[BF16]
 
 
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "rowwise-hp-wgrad"])
+def test_no_rows_zero_rows_and_values_that_are_not_finite(name: str) -> None:
+    w = philox_bell((48, 80), 14, BF16).cuda().requires_grad_()
+    empty = torch.zeros(0, 80, dtype=BF16, device="cuda", requires_grad=True)
+    linear(empty, w, None, RECIPES[name]).sum().backward()
+    assert empty.grad.shape == (0, 80) and not bool(w.grad.any())
+    x = philox_bell((33, 80), 15, BF16).cuda()
+    x[3], x[5, 7], x[6, 1] = 0.0, float("nan"), float("inf")
+    y = linear(x, w.detach(), None, RECIPES[name])
+    others = [i for i in range(33) if i != 5]
+    assert not bool(y[3].any()) and bool(y[5].isnan().all()) and bool(y[others].isfinite().all())
+
+
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise"])
 def test_compiled_and_captured_a_layer_follows_weights_that_change_on_the_device(name: str) -> None:
     """A replay quantises the weight again: after an update in place it gives what an eager step gives."""
