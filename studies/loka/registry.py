@@ -69,9 +69,11 @@ class Registry:
 def trace(model: nn.Module, *example: object) -> Registry:
     """The products of `model(*example)`. A parameter of `forward` that the example leaves out keeps its default.
 
-    `Site.trains_x` counts an input of the example as trained where it requires a gradient. Raises ValueError for an example that does not fit, and
-    where the model's own forward, outside its submodules, cannot be traced.
+    `Site.trains_x` counts an input of the example as trained where it requires a gradient. Raises ValueError for a model that was
+    compiled before, for an example that does not fit, and where the model's own forward, outside its submodules, cannot be traced.
     """
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+        raise ValueError(f"a model is traced as it was written, a torch.nn.Module before torch.compile or torch.jit, got {type(model).__name__}; compile what apply gives")
     if plain := [x for x in example if isinstance(x, (bool, int, float, str, type(None)))]:
         raise ValueError(f"an example holds tensors, or collections of them, got {plain[0]!r}; fix such an argument in the model, by a module around it")
     root, graph, closed = traced(model, example)

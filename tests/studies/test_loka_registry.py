@@ -351,6 +351,9 @@ def test_arguments_that_the_example_leaves_out_keep_their_defaults():
 
 
 WRONG = {
+    "a compiled model": (lambda: trace(torch.compile(Optional(), backend="eager"), draw(6, 8)), "before torch.compile or torch.jit, got OptimizedModule"),
+    "a scripted model": (lambda: trace(torch.jit.script(nn.Linear(8, 8)), draw(6, 8)), "got RecursiveScriptModule"),
+    "a function": (lambda: trace(F.relu, draw(6, 8)), "got function"),
     "too many arguments": (lambda: trace(Optional(), *[draw(6, 8)] * 4), "takes 1 to 3 arguments"),
     "too few": (lambda: trace(Optional()), "takes 1 to 3 arguments"),
     "a number": (lambda: trace(Optional(), draw(6, 8), None, 2.0), "an example holds tensors"),
