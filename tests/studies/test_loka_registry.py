@@ -361,6 +361,7 @@ WRONG = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("case", WRONG)
 def test_an_example_or_a_model_that_cannot_be_traced_is_refused_in_words(case):
     do, match = WRONG[case]
