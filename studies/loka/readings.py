@@ -18,7 +18,7 @@ import numpy as np
 from studies.loka.site import Site
 from studies.loka.sketch import Sketch
 
-__all__ = ["Readings", "SiteReading", "read_readings", "write_readings"]
+__all__ = ["OPERANDS", "Readings", "SiteReading", "read_readings", "write_readings"]
 
 VERSION = 1
 OPERANDS = ("x", "w", "dy")

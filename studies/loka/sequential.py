@@ -4,6 +4,7 @@
     stop.update(rows_below=0, rows=512).verdict        # "safe" | "unsafe" | "undecided"; once decided it stays
     alarm = Drift()
     alarm.update(log2_amax).alarmed                    # of one probe step after the other
+    drifted(watch.readings, since=4000)                # sites with an operand that moved after step 4000, for dispatch.after(alarms=...)
 
 Stopping bets against a share (Waudby-Smith and Ramdas, JRSS B 2024): with unit values Z in [0, 1] and a limit p,
 
@@ -27,7 +28,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import ndtri, stdtr
 
-__all__ = ["DECISION", "REFERENCE", "Drift", "Stopping"]
+from studies.loka.readings import OPERANDS, Readings
+
+__all__ = ["DECISION", "REFERENCE", "Drift", "Stopping", "drifted"]
 
 SAFE_BETS = (0.0, 0.0, 0.1, 0.25, 0.5, 0.75)  # the share, over the limit, that a bet is best for; twice on none
 UNSAFE_BETS = (1.25, 1.5, 2.0, 4.0, 16.0, 64.0)
@@ -145,3 +148,23 @@ class Drift:
         t = math.sqrt(n / (n + 1)) * (value - self._mean) / spread
         score = -float(ndtri(stdtr(n - 1, -abs(t)))) if t else 0.0
         return math.copysign(min(score, LARGEST_SCORE), t)
+
+
+def drifted(readings: Readings, since: int = 0) -> tuple[str, ...]:
+    """Sites with an operand whose log2 amax, or mean log2 rms of rows, has drifted over the steps read from `since` on. Steps of zeros are left out."""
+    out = []
+    for name, reading in readings.sites.items():
+        for s in (getattr(reading, operand) for operand in OPERANDS):
+            live = (s.steps >= since) & (s.amax > 0) if s is not None else None
+            series = () if s is None else (s.log2_amax[live], (s.log2_rms / s.live_rows.clamp(min=1))[live])
+            if any(_alarms(values.tolist()) for values in series):
+                out.append(name)
+                break
+    return tuple(out)
+
+
+def _alarms(values: list[float]) -> bool:
+    drift = Drift()
+    for value in values:
+        drift.update(value)
+    return drift.alarmed

@@ -1,11 +1,16 @@
 """Stopping errs as rarely as it says, at every stopping time, and decides soon; drift alarms seldom without cause and soon with one."""
 
+import functools
 import math
 
 import numpy as np
 import pytest
+import torch
 
-from studies.loka.sequential import DECISION, REFERENCE, Drift, Stopping
+from studies.loka.readings import Readings, SiteReading
+from studies.loka.sequential import DECISION, REFERENCE, Drift, Stopping, drifted
+from studies.loka.site import Site
+from studies.loka.sketch import Sketch, sketch
 
 ALPHA, STREAMS, STEPS, ROWS = 0.05, 200, 20, 200
 # Of 200 streams at most alpha err in expectation: 10, standard deviation sqrt(200 x 0.05 x 0.95) = 3.1, four of them above.
@@ -118,6 +123,26 @@ def test_one_wild_reading_or_a_constant_is_no_drift():
         drift.update(value)
     assert not drift.alarmed and drift.up == 0
     assert not drift.update(9.0).alarmed
+
+
+def test_the_sites_whose_operands_moved_are_named():
+    """40 steps; of one site x grows by 2^4 after the 30th, of another the rows shrink beside one that keeps the amax, the third stays, zeros included."""
+    rng = np.random.default_rng(8)
+
+    def reading(name: str, scale, keep_amax: bool = False) -> SiteReading:
+        parts = []
+        for step in range(40):
+            x = torch.from_numpy(rng.normal(size=(8, 16)) * scale(step)).float()
+            if keep_amax:
+                x[0, 0] = 100.0 * (1 + 0.1 * rng.random())
+            parts.append(sketch(x, step=step, items=4))
+        whole = functools.reduce(Sketch.merge, parts)
+        return SiteReading(site=Site(name=name, op="linear", batch=1, m=8, n=4, k=16), x=whole, w=sketch(torch.ones(4, 16), step=0, parameter=True))
+
+    jump = lambda step: 16.0 if step >= 30 else 1.0  # noqa: E731
+    sites = [reading("grew", jump), reading("shrank", lambda step: 1 / jump(step), keep_amax=True), reading("stayed", lambda step: float(step != 5))]
+    readings = Readings(sites={r.site.name: r for r in sites}, unsupported={})
+    assert drifted(readings) == ("grew", "shrank") and drifted(readings, since=31) == ()
 
 
 @pytest.mark.parametrize(
