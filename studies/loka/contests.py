@@ -113,15 +113,18 @@ class Entry:
 
 def crossover(
     ctx: Context, *, m: int, k: int, n: int, which: str, recipes: Sequence[str], backends: Sequence[str], fused: Sequence[str], rounds: int, launches: int,
-    warmup_s: float, norm: str = "blocknorm", activation: str = "hardswish",
+    warmup_s: float, norm: str = "blocknorm", activation: str = "hardswish", eager: bool = False,
 ) -> Result:  # fmt: skip
-    """One shape and pass: times, speed-ups and errors by variant (record "variants"), and what cannot run and why (record "unsupported")."""
+    """One shape and pass: times, speed-ups and errors by variant (record "variants"), and what cannot run and why (record "unsupported").
+
+    eager: on a GPU time every variant launched call by call too, as who runs without graphs does (`eager_us`).
+    """
     torch.compiler.reset()  # a worker runs many shapes: compiled functions of earlier cells would use up the limit of this one's
     operands = make_operands(Site(name="shape", op="linear", batch=1, m=m, n=n, k=k), which, ctx.device, seed=200 + ctx.seed)
     entries, refused = entered(operands, recipes, backends, fused if which == "forward" else (), ctx.device, norm=norm)
     errors: dict[str, float] = {}
     variants = [variant_of(e, operands, errors, norm, activation) for e in entries]
-    result = contest(variants, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, control="bf16")
+    result = contest(variants, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, also_eager=eager, control="bf16")
     lines = [line_of(e, result, operands, errors) for e in entries]
     best = lambda *works: max((x["log_speedup"] for x in lines if x["work"] in works), default=None)  # noqa: E731
     found = {"log_speedup_whole": best("whole"), "log_speedup_product": best("product"), "log_speedup_frozen": best("frozen"), "log_speedup_fused": best("fused")}
@@ -207,6 +210,8 @@ def line_of(entry: Entry, result: ContestResult, operands: Operands, errors: dic
     """A row of the record. log_speedup: ln(base's time / this one's), of this process."""
     line = {"variant": entry.name, "work": entry.work, "recipe": entry.recipe, "backend": entry.backend, "us": result.median_s(entry.name) * 1e6,
             "tflops": result.tflops(entry.name), "sqnr_db": errors[entry.name]}  # fmt: skip
+    if (called := f"{entry.name} [eager]") in result.names:
+        line["eager_us"] = result.median_s(called) * 1e6
     return line | ({"log_speedup": result.log_ratio(entry.base, entry.name)} if entry.backend else {"log_speedup": 0.0})
 
 

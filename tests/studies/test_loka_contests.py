@@ -1,7 +1,9 @@
 """Claims about the timing cells, on a CPU with stand-ins for the GPU's kernels: what is timed, what is checked, what is refused, what is recorded."""
 
+import math
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from studies.loka.model_sites import model_sites
 from studies.loka.shapes import MOST, SHAPES, Shape
 from studies.loka.site import Site
 from suite.measure import Context
-from suite.timing import Variant, WrongOutput, contest
+from suite.timing import ContestResult, Variant, WrongOutput, contest
 
 CPU = Context(device="cpu", seed=0)
 QUICK = {"rounds": 2, "launches": 2, "warmup_s": 0.0}
@@ -101,6 +103,17 @@ def test_a_wrong_product_ends_the_contest(broken, message: str, on_cpu, monkeypa
     monkeypatch.setattr(contests, "product", wrong)
     with pytest.raises(WrongOutput, match=message):
         contests.crossover(CPU, m=192, k=256, n=160, which="forward", recipes=["rowwise-fast"], backends=["triton"], fused=[], **QUICK)
+
+
+def test_a_variant_that_was_also_launched_call_by_call_has_that_time_in_its_line(on_cpu) -> None:
+    """A CPU has no graphs, so the contest's result is made here."""
+    made, entry = contests.make_operands(layer(64, 64, 64), "forward", "cpu", seed=1), contests.Entry(work="whole", recipe="rowwise", backend="triton")
+    times = {"bf16": 4e-6, "bf16 [A/A]": 4e-6, entry.name: 2e-6, f"{entry.name} [eager]": 50e-6}
+    fields = dict(control=("bf16", "bf16 [A/A]"), device="cuda:0", mode="graph", calls_per_launch={}, bytes_moved={}, flops=dict.fromkeys(times, 2 * 64**3), telemetry=[], conditions={})
+    result = ContestResult(samples={name: numpy.full((2, 3), s) for name, s in times.items()}, **fields)
+    line = contests.line_of(entry, result, made, {entry.name: 28.5})
+    assert line["eager_us"] == pytest.approx(50.0) and line["us"] == pytest.approx(2.0) and line["log_speedup"] == pytest.approx(math.log(2)) and line["sqnr_db"] == 28.5
+    assert line["tflops"] == pytest.approx(2 * 64**3 / 2e-6 / 1e12)
 
 
 def test_the_backend_of_a_variant_is_the_one_that_runs(on_cpu, monkeypatch) -> None:

@@ -23,7 +23,8 @@ SCRATCH = 64 << 20  # floats of a step's scratch, 256 MiB
 @pytest.mark.parametrize("which", ["forward", "dgrad", "wgrad"])
 def test_a_crossover_runs_every_variant(which: str) -> None:
     ask = {"m": 2000, "k": 512, "n": 272, "which": which, "recipes": ["tensorwise-fast", "rowwise-fast", "rowwise-p2", "blockwise"], "backends": ["triton", "torch"], "fused": ["rowwise-fast", "blockwise"]}
-    result = contests.crossover(Context(device="cuda"), **ask, **QUICK)
+    result = contests.crossover(Context(device="cuda"), **ask, eager=True, **QUICK)
+    assert all(x["eager_us"] > 0 for x in result.records["variants"])
     ran = {(x["work"], x["recipe"], x["backend"]) for x in result.records["variants"]}
     assert {("whole", r, "triton") for r in ask["recipes"]} <= ran and ("whole", "rowwise-fast", "torch") in ran
     assert (("fused", "blockwise", "triton") in ran) == (which == "forward")
