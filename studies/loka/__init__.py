@@ -25,6 +25,7 @@ _EXPORTS = {
     "probe": "studies.loka.probe",
     "read_plan": "studies.loka.site",
     "read_readings": "studies.loka.readings",
+    "speedups_from": "studies.loka.planning",
     "trace": "studies.loka.registry",
     "write_plan": "studies.loka.site",
     "write_readings": "studies.loka.readings",

@@ -15,17 +15,17 @@ Where a model's loss is a log-loss, pricing in nats decides better: studies.loka
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kernels.fp8.recipes import gemm
 from studies.loka.dispatch import Reading
 from studies.loka.predict import FEWEST_ROWS, MAX_DB, Prediction, predict
 from studies.loka.readings import Readings
 from studies.loka.safety_map import GRADIENT_DB, INNER_DB
-from studies.loka.site import Plan
+from studies.loka.site import Plan, Site
 from suite.stats import Interval
 
-__all__ = ["PREFERRED", "THRESHOLDS_DB", "judged", "plan", "tail"]
+__all__ = ["PREFERRED", "THRESHOLDS_DB", "judged", "plan", "speedups_from", "tail"]
 
 Speedups = Mapping[tuple[str, str, str], float]  # (site, pass, recipe) -> lower 95% bound of bf16's time over its own, quantising included
 PREFERRED = ("rowwise-fast", "rowwise", "rowwise-p2", "tensorwise-fast", "tensorwise", "blockwise", "blockwise-both", "rowwise-grad", "tensorwise-grad")
@@ -55,6 +55,19 @@ def judged(plan: Plan, readings: Readings, speedups: Speedups) -> list[Reading]:
             if which in reading.passes and (site, which, recipe) in speedups:
                 db = tail(predict(reading, which, gemm(recipe)))
                 found.append(Reading(site=site, which=which, recipe=recipe, sqnr_low_db=db.low, sqnr_high_db=db.high, speedup_low=speedups[site, which, recipe]))
+    return found
+
+
+def speedups_from(sites: Iterable[Site], times: Iterable[Mapping[str, object]]) -> dict[tuple[str, str, str], float]:
+    """`speedups` of a model's sites from the record "times" of studies.loka.site_times, which has a line for each size, recipe and backend: the
+    faster backend's. Sizes are those of a batch, so the sites must be traced with that batch; what was not timed is left out."""
+    lines = list(times)
+    found: dict[tuple[str, str, str], float] = {}
+    for s in sites:
+        for x in lines:
+            if (x["batch"], x["m"], x["n"], x["k"]) == (s.batch, s.m, s.n, s.k) and x["which"] in s.passes:
+                key = (s.name, x["which"], x["recipe"])
+                found[key] = max(found.get(key, 0.0), math.exp(x["log_speedup_low"]))
     return found
 
 

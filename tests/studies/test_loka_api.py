@@ -1,6 +1,7 @@
 """The public API: light to import, its verbs stay verbs, and a plan takes what is safe and measured to be faster."""
 
 import importlib
+import math
 import re
 import subprocess
 import sys
@@ -100,6 +101,15 @@ def test_the_fastest_safe_recipe_is_taken_and_heads_stay(three):
 def test_what_is_not_surely_faster_stays_in_bf16(three):
     slower = {key: 1.0 if key[2] == "tensorwise-fast" else 0.97 for key in TENSOR_FIRST}
     assert plan(three, speedups=slower).recipes == {} == plan(three, speedups={}).recipes
+
+
+def test_times_of_sizes_become_speedups_of_sites_by_the_faster_backend(three):
+    sites = [*(r.site for r in three.sites.values()), loka.Site(name="other:linear", op="linear", batch=1, m=M, n=N, k=K + 16, trains_x=False)]
+    line = lambda k, which, recipe, speed: {"batch": 1, "m": M, "n": N, "k": k, "which": which, "recipe": recipe, "log_speedup_low": math.log(speed)}  # noqa: E731
+    times = [line(K, "forward", "rowwise-fast", 1.1), line(K, "forward", "rowwise-fast", 1.4), line(K + 16, "dgrad", "rowwise", 1.2), line(K + 16, "wgrad", "rowwise", 0.5)]
+    found = loka.speedups_from(sites, times)
+    assert found == pytest.approx({(name, "forward", "rowwise-fast"): 1.4 for name in three.sites} | {("other:linear", "wgrad", "rowwise"): 0.5})
+    assert set(plan(three, speedups=found).recipes) == {"even:linear", "rows:linear"}
 
 
 def test_without_times_the_plan_says_what_is_safe_and_that_time_is_unknown(three):
