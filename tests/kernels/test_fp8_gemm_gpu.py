@@ -58,14 +58,20 @@ def operands(name: str, r: int, s: int, c: int, lead: tuple[int, ...] = ()) -> t
     return quantise(philox_bell((*lead, r, c), 1).cuda(), recipe.a), quantise(philox_bell((*lead, s, c), 2).cuda(), recipe.b)
 
 
-# K: padded to a tile; ragged blocks; whole; the widest. M: 1, and no multiple of any tile
-@pytest.mark.parametrize("shape", [(2, 130, 13), (777, 300), (1, 3456), (300, 1024), (37, 16384)], ids=str)
-@pytest.mark.parametrize("norm, activation", list(itertools.product(NORMS, ACTIVATIONS)))
+# every norm with every activation on a ragged shape; then K padded to a tile, whole blocks, the widest, and M = 1, for one of each
+EVERY = [(norm, activation, (777, 300)) for norm, activation in itertools.product(NORMS, ACTIVATIONS)]
+PAIRS = (("layernorm", "silu"), ("blocknorm", "hardswish"))
+SOME = [(*pair, shape) for pair in PAIRS for shape in ((2, 130, 13), (1, 3456), (300, 1024), (37, 16384))]
+
+
+@pytest.mark.parametrize("norm, activation, shape", EVERY + SOME)
 def test_the_fused_norm_quantises_exactly_what_it_keeps(norm: str, activation: str, shape: tuple[int, ...]) -> None:
     x, (w, b) = wild(shape, 1), parameters(norm, shape[-1])
     for operand in (ROW, BLOCK):
         q, saved = norm_quantise(x, norm, activation, operand, w, b, keep=True)
-        assert same(q, quantise_ref(saved.y_MK, operand)) and same(q, norm_quantise(x, norm, activation, operand, w, b)[0])
+        assert same(q, quantise_ref(saved.y_MK, operand))
+    if (norm, activation) in PAIRS:
+        assert same(q, norm_quantise(x, norm, activation, BLOCK, w, b)[0]), "keeping changes no bit"
     wanted = norm_quantise_ref(x, norm, activation, ROW, w, b, keep=True)[1]
     assert sqnr_db(saved.y_MK, wanted.y_MK) >= NORM_DB - 3  # both are rounded
     for found, want in ((saved.mean, wanted.mean), (saved.rstd, wanted.rstd)):
@@ -84,8 +90,7 @@ def test_a_given_scale_nan_infinities_strides_and_empty_batches() -> None:
     assert norm_quantise(x[:0], "layernorm", "silu", ROW)[0].data_RC.shape == (0, 512)
 
 
-@pytest.mark.parametrize("shape", [(2, 130, 13), (777, 300), (5000, 1024), (37, 16384)], ids=str)
-@pytest.mark.parametrize("norm, activation", list(itertools.product(NORMS, ACTIVATIONS)))
+@pytest.mark.parametrize("norm, activation, shape", EVERY + SOME + [("layernorm", "silu", (5000, 1024))])
 def test_gradients_follow_float64(norm: str, activation: str, shape: tuple[int, ...]) -> None:
     x, dy, (w, b) = (philox_bell(shape, 4) + 0.25).bfloat16().cuda(), philox_bell(shape, 5, BF16).cuda(), parameters(norm, shape[-1])
     saved = norm_quantise(x, norm, activation, ROW, w, b, keep=True)[1]
@@ -102,7 +107,7 @@ def test_products_follow_float64(name: str, r: int, s: int, c: int, backend: str
     a, b = operands(name, r, s, c)
     bias = philox_bell((s,), 3).cuda()
     assert unsupported_sizes(gemm(name), Gemm(batch=1, r=r, s=s, c=c), backend) == ""
-    for out_dtype in (BF16, FP32):
+    for out_dtype in (BF16, FP32) if r == 777 else (BF16,):
         out = scaled_gemm(a, b, gemm(name), out_dtype=out_dtype, bias=bias, backend=backend)
         assert out.shape == (r, s) and out.dtype == out_dtype
         assert sqnr_db(out, scaled_gemm_ref(a, b, gemm(name), out_dtype=FP32, bias=bias)) >= MIN_SQNR_DB
@@ -140,8 +145,10 @@ def test_without_fast_accumulation_a_long_sum_of_one_sign_keeps_its_value() -> N
     assert abs(bias["rowwise"]) <= 2.0**-12 and -0.03 <= bias["rowwise-fast"] <= -0.003, bias
 
 
-@pytest.mark.parametrize("s, requantise", [(4096, BLOCK), (640, BLOCK), (200, ROW), (512, None)])
-@pytest.mark.parametrize("name", ["rowwise-fast", "rowwise", "tensorwise", "blockwise", "blockwise-both"])
+@pytest.mark.parametrize(
+    "name, s, requantise",
+    [*((name, 640, BLOCK) for name in ("rowwise-fast", "rowwise", "tensorwise", "blockwise", "blockwise-both")), ("rowwise-fast", 4096, BLOCK), ("rowwise", 200, ROW), ("blockwise", 512, None)],
+)
 def test_the_epilogue_normalises_activates_and_requantises(name: str, s: int, requantise: OperandRecipe | None) -> None:
     a, b = operands(name, 777, s, 1000)
     bias, both = philox_bell((s,), 3).cuda(), dict(norm="blocknorm", activation="hardswish")
