@@ -5,7 +5,8 @@
 
     bf16               the model as it is, parameters and activations in bf16: the baseline has the same Mods and the same compiler
     single RECIPE      one layer recipe (kernels.fp8.recipes.RECIPES) at every site but heads; the fastest of those entered is the best single one
-    dispatch           the plan of the input cell "plan" (record "plan"), or else the fastest that the times of the input cell "times" allow
+    dispatch           the fastest plan that the times of the input cell "times" allow (studies.loka.site_times)
+    planner NAME       that planner's plan of the input cell "planners" (record "plans"; studies.loka.pricing_cells): LoKA's rule, ours, the oracle
     ... fused          the same with norm, activation and quantising in one kernel wherever a site's producers allow it
     ... epilogues      inference only: that, and products that norm, activate and quantise for the product behind them (blockwise forward recipes)
     torchao            torchao's tensorwise training on every nn.Linear whose sizes it takes; recorded as absent where it does not import
@@ -76,7 +77,7 @@ class Subject:
     registry: Registry
     training: bool
     times: Sequence[Mapping] = ()
-    plan: Plan | None = None  # of the input cell
+    plans: Mapping[str, Mapping] = field(default_factory=dict)  # by planner: {"recipes": ..., "made_by": ...}
     chosen: Mapping[Wanted | None, str] = field(default_factory=dict)
 
     @property
@@ -139,9 +140,8 @@ def subject_of(ctx: Context, model: str, size: str, mods: str, batch: int, train
     if "times" in ctx.inputs:
         times = ctx.input_record("times", "times" if training else "serving")
         subject = replace(subject, times=times, chosen=backends_of(subject.registry.sites, times))
-    if "plan" in ctx.inputs:
-        found = ctx.input_record("plan", "plan")
-        subject = replace(subject, plan=Plan(**{**found, "fused": tuple(found.get("fused", ()))}))
+    if "planners" in ctx.inputs:
+        subject = replace(subject, plans=ctx.input_record("planners", "plans"))
     return subject
 
 
@@ -162,11 +162,15 @@ def planned(subject: Subject, name: str) -> Plan:
     if words[0] == "single" and len(words) == 2 + fused:
         plan = single(subject.registry, words[1], subject.passes)
     elif words[0] == DISPATCH and len(words) == 1 + fused:
-        if subject.plan is None and not subject.times:
-            raise ValueError("a dispatched plan needs an input cell 'plan' or 'times', got neither; give the cell one")
-        plan = subject.plan or fastest(subject.registry.sites, subject.times, passes=subject.passes)[0]
+        if not subject.times:
+            raise ValueError("a dispatched plan needs the input cell 'times', got none; give the cell one of site_times for this model, size and batch")
+        plan = fastest(subject.registry.sites, subject.times, passes=subject.passes)[0]
+    elif words[0] == "planner" and len(words) == 2 + fused:
+        if words[1] not in subject.plans:
+            raise ValueError(f"a planner's plan is one of the input cell 'planners', which has {sorted(subject.plans)}, got {words[1]!r}")
+        plan = Plan(recipes=subject.plans[words[1]]["recipes"], made_by=subject.plans[words[1]]["made_by"])
     else:
-        raise ValueError(f"a variant is 'bf16', 'torchao', 'single RECIPE' or 'dispatch', the last two also with ' fused' or ' epilogues', got {name!r}")
+        raise ValueError(f"a variant is 'bf16', 'torchao', 'single RECIPE', 'planner NAME' or 'dispatch', the last three also with ' fused' or ' epilogues', got {name!r}")
     if not subject.training:
         plan = replace(plan, recipes={s: {w: r for w, r in p.items() if w == "forward"} for s, p in plan.recipes.items() if "forward" in p}, fused=tuple(f for f in plan.fused if "forward" in plan.recipes[f]))
     able = [s for s in plan.recipes if not why_not_fused(subject.registry, s, plan.recipe(s, "forward"))] if fused else []

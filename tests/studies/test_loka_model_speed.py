@@ -228,11 +228,17 @@ def test_whole_steps_are_sums_of_the_dense_part_and_a_rest_that_changes_nothing(
     assert [x["variant"] for x in result.records["variants"]] == ["bf16", "single rowwise"]
 
 
-def test_a_plan_that_was_made_elsewhere_is_the_one_that_runs(on_cpu, tmp_path) -> None:
-    (tmp_path / "plan.json").write_text(json.dumps({"recipes": {"interaction.0.lcb:linear": {"wgrad": "tensorwise"}}, "made_by": "a test"}))
-    result = dense_step(Context(device="cpu", inputs={"plan": tmp_path}), **asked(variants=["dispatch"]))
-    assert result.records["plans"]["dispatch"] == {"recipes": {"interaction.0.lcb:linear": {"wgrad": "tensorwise"}}, "fused": [], "made_by": "a test"}
-    assert result.records["variants"][1]["fp8_products"] == 1 and "amdahl_cap" not in result.metrics
+def test_a_planners_plan_is_the_one_that_runs(on_cpu, tmp_path) -> None:
+    recipes = {"interaction.0.lcb:linear": {"wgrad": "tensorwise"}, "over.0:linear": {"forward": "rowwise"}}
+    (tmp_path / "plans.json").write_text(json.dumps({"loka": {"recipes": recipes, "made_by": "a test"}}))
+    ctx = Context(device="cpu", inputs={"planners": tmp_path})
+    result = dense_step(ctx, **asked(variants=["planner loka"]))
+    assert result.records["plans"]["planner loka"] == {"recipes": recipes, "fused": [], "made_by": "a test"}
+    assert result.records["variants"][1]["fp8_products"] == 2 and "amdahl_cap" not in result.metrics
+    serving = dense_step(ctx, **asked(variants=["planner loka"], training=False))
+    assert serving.records["plans"]["planner loka"]["recipes"] == {"over.0:linear": {"forward": "rowwise"}}
+    with pytest.raises(ValueError, match="which has \\['loka'\\], got 'ours'"):
+        dense_step(ctx, **asked(variants=["planner ours"]))
 
 
 @pytest.mark.parametrize("training, message", [(True, "has a cosine of"), (False, "logits are")])
@@ -262,7 +268,7 @@ def test_every_single_recipe_covers_every_site_but_heads() -> None:
     assert "dgrad" not in single(registry, "rowwise").recipes["bottom.0:linear"]
 
 
-@pytest.mark.parametrize("name, message", [("dispatch", "needs an input cell"), ("single nonsense", "a layer's recipe is one of"), ("fastest", "a variant is"), ("single blockwise epilogues", "keeps nothing for a backward"), ("single rowwise twice", "a variant is")])
+@pytest.mark.parametrize("name, message", [("dispatch", "needs the input cell"), ("single nonsense", "a layer's recipe is one of"), ("fastest", "a variant is"), ("single blockwise epilogues", "keeps nothing for a backward"), ("single rowwise twice", "a variant is")])
 def test_names_that_are_no_variants(name: str, message: str, on_cpu) -> None:
     with pytest.raises(ValueError, match=message):
         dense_step(Context(device="cpu"), **asked(variants=["bf16", name]))
