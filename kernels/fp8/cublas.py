@@ -51,9 +51,15 @@ def _scale(q: Quantised, rows: int) -> torch.Tensor:
         return scale
     if kind == "square":
         blocks = scale.shape[1]
-        return functional.pad(scale, (0, _up(blocks, 4) - blocks), value=1.0).t()  # [blocks up to 4, rows / 128], strides (1, blocks)
+        return _outer_major(functional.pad(scale, (0, _up(blocks, 4) - blocks), value=1.0))  # [blocks up to 4, rows / 128]
     scale = functional.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
-    return scale if kind == "row" else scale.t().contiguous().t()  # [rows, blocks], strides (1, rows)
+    return scale if kind == "row" else _outer_major(scale.t())  # [rows, blocks]
+
+
+def _outer_major(scale: torch.Tensor) -> torch.Tensor:
+    """The transpose, with strides (1, its first axis) also where an axis is 1 long: torch compares strides, and leaves those as they come."""
+    scale = scale.contiguous()
+    return scale.as_strided(scale.shape, (scale.shape[1], 1)).t()
 
 
 def cublas_operands(a: Quantised, b: Quantised) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -48,7 +48,7 @@ def amax_ref(x_RC: torch.Tensor, granularity: str) -> torch.Tensor:
         return torch.zeros(scale_shape(tuple(x_RC.shape), granularity), dtype=torch.float32, device=x_RC.device)
     x = x_RC.float()
     top = torch.maximum(_reduce(x, granularity, torch.amax), -_reduce(x, granularity, torch.amin))  # ten times faster than abs on a CPU
-    if top.isfinite().all():  # NaN and infinities come through both
+    if not torch.compiler.is_compiling() and top.isfinite().all():  # NaN and infinities come through both; a compiled function has no such branch
         return top
     a = x.abs()
     return _reduce(torch.where(a < float("inf"), a, 0.0), granularity, torch.amax)

@@ -19,6 +19,7 @@ from kernels.exact.audit.specimen import captured, compile_specimen
 from kernels.exact.philox import philox_bell
 from kernels.fp8 import bench, cublas
 from kernels.fp8._bench_cases import sqnr_db
+from kernels.fp8.autograd import transposed
 from kernels.fp8.emulate import multiply_ref
 from kernels.fp8.epilogue import Epilogue
 from kernels.fp8.gemm import MIN_SQNR_DB, kind_of, scaled_gemm, scaled_gemm_ref, unsupported, unsupported_sizes
@@ -135,7 +136,7 @@ def test_the_model_splits_long_sums_of_few_tiles_and_takes_large_tiles_for_large
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise", "blockwise-both"])
-@pytest.mark.parametrize("r, s, c", [(5, 13, 13), (32, 48, 256), (33, 200, 700)])
+@pytest.mark.parametrize("r, s, c", [(5, 13, 13), (32, 48, 256), (33, 200, 700), (16, 48, 512)])  # the last: one block of 128 rows, four of C, which needs no padding
 def test_torch_s_operands_are_padded_to_16_in_the_layouts_it_asks_for_and_mean_the_same(name: str, r: int, s: int, c: int) -> None:
     a, b = operands(name, r, s, c)
     a_RC, b_CS, sa, sb = cublas.cublas_operands(a, b)
@@ -148,16 +149,22 @@ def test_torch_s_operands_are_padded_to_16_in_the_layouts_it_asks_for_and_mean_t
         assert sa.shape == (rows, 1) and sb.shape == (1, columns) and sa.is_contiguous() and sb.is_contiguous()
         wide_a, wide_b = sa, sb
     else:
-        assert sa.shape == (rows, blocks) and sa.stride(0) == 1 and (blocks == 1 or sa.stride(1) == rows)
+        assert sa.shape == (rows, blocks) and sa.stride() == (1, rows)
         wide_a = sa.repeat_interleave(128, 1)[:, : a_RC.shape[1]]
         if kinds[1] == "block":
-            assert sb.shape == (columns, blocks) and sb.stride(0) == 1 and (blocks == 1 or sb.stride(1) == columns)
+            assert sb.shape == (columns, blocks) and sb.stride() == (1, columns)
             wide_b = sb.repeat_interleave(128, 1)[:, : a_RC.shape[1]].T
         else:
             assert sb.shape == (-(-blocks // 4) * 4, -(-columns // 128)) and sb.stride() == (1, sb.shape[0])
             wide_b = sb.repeat_interleave(128, 0)[: b_CS.shape[0]].repeat_interleave(128, 1)[:, :columns]
     out = (a_RC.double() * wide_a) @ (b_CS.double() * wide_b)
     assert torch.allclose(out[:r, :s], multiply_ref(a, b, gemm(name)), rtol=2.0**-22, atol=CLOSE) and (out[r:] == 0).all() and (out[:, s:] == 0).all()
+
+
+def test_strides_of_torch_s_scales_do_not_follow_those_of_a_transpose() -> None:
+    """Scales [4, 1] of w [512, 128], transposed for dgrad, are [1, 4] with strides (1, 1): contiguous, and no (4, 1)."""
+    a, b = quantise_ref(philox_bell((16, 512), 1), gemm("blockwise").a), transposed(quantise_ref(philox_bell((512, 128), 2), gemm("blockwise").b))
+    assert b.scale.shape == (1, 4) and cublas.cublas_operands(a, b)[3].stride() == (1, 4)
 
 
 def test_torch_s_product_on_padded_operands_is_the_reference() -> None:

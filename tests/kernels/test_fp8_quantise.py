@@ -177,6 +177,19 @@ def test_transposes_views_and_dtypes_are_the_same_numbers(operand: OperandRecipe
         assert same(quantise_ref(x.to(dtype), operand), quantise_ref(x.to(dtype).float(), operand))
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_the_reference_compiles_to_one_graph_with_the_same_bits(granularity: str) -> None:
+    """A contest times it as torch.compile makes it; numbers that are not finite are no branch there."""
+    operand, x = OperandRecipe(fmt="e4m3", granularity=granularity), wild((33, 300), 8)
+
+    def parts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = quantise_ref(x, operand)
+        return q.data_RC.view(torch.uint8), q.scale
+
+    for want, found in zip(parts(x), torch.compile(parts, backend="eager", fullgraph=True)(x), strict=True):
+        assert torch.equal(want, found)
+
+
 def test_power_of_two_scales_follow_a_shift_of_all_numbers() -> None:
     x = philox_bell((64, 300), 5)
     for operand in (o for o in RECIPES if o.power_of_two):
