@@ -20,7 +20,7 @@ GRID = "grid"
 
 
 def speeds(view: View) -> list:
-    parts = [*crossover(view), *bandwidth(view), *steps(view), *layers(view)]
+    parts = [*crossover(view), *bandwidth(view), *steps(view), *arms(view), *layers(view)]
     return parts or [Prose(heading="Time", text="NOT MEASURED HERE: timing needs a GPU, and no published timing of this code is present.")]
 
 
@@ -113,6 +113,21 @@ def steps(view: View) -> list:
     means = [f"{'training' if t else 'inference'} {math.exp(sum(g) / len(g)):.2f}x" for t, g in gains.items() if len(g) > 1]
     note = "Dense part, compiled and captured in a CUDA graph; x: bf16's time over the variant's. Whole step: with embeddings and optimizers, in a sum of times. " + (f"Geometric mean of dispatched over models with the Mods: {', '.join(means)}." if means else "")
     return [Table(title="Whole models: a step of the dense part", columns=[Column(name=n, unit=units.get(n, "")) for n in names], rows=lines, sources=rows, note=note)]
+
+
+def arms(view: View) -> list:
+    """Every variant of every contest of whole models: the baselines beside ours."""
+    rows = view.rows(measure="dense_step")
+    logs: dict[tuple, list[float]] = {}
+    for r in rows:
+        step = "training" if r.params["training"] else "inference"
+        for v in r.record("variants") if "variants.json" in r.files else ():
+            logs.setdefault((f"{r.params['model']} {r.params['size']}", r.params["mods"].replace("+", ", ") or "as published", step, v["variant"], v["fp8_products"]), []).append(v["log_speedup"])
+        for v in r.record("unsupported") if "unsupported.json" in r.files else ():
+            logs.setdefault((f"{r.params['model']} {r.params['size']}", r.params["mods"].replace("+", ", ") or "as published", step, v["variant"], v["why"]), [])
+    lines = [(*key, _ratio(values) if values else None) for key, values in logs.items()]
+    columns = [*(Column(name=n) for n in ("model", "Mods", "step", "variant", "products in FP8")), Column(name="over bf16", unit="x")]
+    return [Table(title="Whole models: every variant", columns=columns, rows=lines, sources=rows, note="bf16's time over the variant's, inside one contest.")] if lines else []
 
 
 def _whole_step(rows: Sequence[Row]) -> float | tuple[float, float, float] | str:

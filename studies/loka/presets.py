@@ -16,6 +16,7 @@ SYNTHETIC = ("gaussian", "student-t3", "log-normal", "row-scaled", "outliers", "
 MODS_2K = ("", "nobias", "blocknorm", "hardswish", "nobias+blocknorm", "nobias+hardswish", "blocknorm+hardswish", ALL_MODS)
 ARMS = ("bf16", "bf16-perturbed", "naive", "planted-bad")
 SERVING = ("bf16", "single rowwise", "single blockwise", "dispatch", "dispatch fused", "dispatch epilogues")  # of inference
+PLANNERS = ("bf16", "single tensorwise", "single rowwise", "planner torchao-filter", "planner loka", "planner ours", "planner oracle")
 FORWARD, DGRAD, WGRAD = ("tensorwise-fast", "rowwise-fast", "blockwise"), ("tensorwise-grad", "rowwise-p2", "blockwise"), ("tensorwise-grad", "rowwise-p2", "blockwise-both")
 
 
@@ -130,6 +131,7 @@ class Steps:
     training: bool = True
     variants: tuple[str, ...] = ("bf16", "single rowwise", "single rowwise-hp-wgrad", "dispatch", "dispatch fused")
     table_rows: int = 0  # ids a field: with them embeddings and optimizers are timed beside the dense part
+    planned: bool = False  # with the plans of the `pricing` of this size, for variants "planner NAME"
     replicates: int = 5
 
 
@@ -163,6 +165,7 @@ def gpu() -> Config:
     naive = ("bf16", "torchao", "single tensorwise", "single rowwise", "single rowwise-hp-wgrad", "dispatch")
     others = (("dlrm_v2", "mlperf", 8192), ("wukong", "1.25", 6144), ("rankmixer", "100m", 8192))
     steps = (Steps(**wukong, mods="", variants=naive), Steps(**wukong, table_rows=10_000), Steps(**wukong, training=False, variants=SERVING))
+    steps += (Steps(model="wukong", size="0.53", batch=4096, mods="", variants=PLANNERS, planned=True),)
     steps += tuple(Steps(model=m, size=s, batch=b, training=t, replicates=2, **({} if t else {"variants": SERVING})) for m, s, b in others for t in (True, False))
     pricing = (Pricing(steps=2000, rows=1_048_576, device="cuda"),
                Pricing(size="0.53", batch=4096, largest=100_000, rows=262_144, calibration=1024, examples=4096, timed=True, device="cuda"))  # fmt: skip

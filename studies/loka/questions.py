@@ -34,7 +34,7 @@ def questions(config: Config) -> list[Cell]:
     out += _logs(config.logs) if config.logs else []
     out += [cell for q in config.quality for cell in _quality(q, priced[q.size][-1] if q.planned else None)]
     out += _timing(config.timing) if config.timing else []
-    return out + _whole_models(config)
+    return out + _whole_models(config, {size: cells[-1] for size, cells in priced.items()})
 
 
 # ---- the safety map ------------------------------------------------------------------------------------------------------------
@@ -169,12 +169,14 @@ def fused_quantise(m: int, k: int, *, norm: str = "blocknorm", activation: str =
     return _exclusive("cells_contests:fused_quantise", params, f"time {norm} + {activation} + quantise {m}x{k} #{replicate}", replicate)
 
 
-def _whole_models(config: Config) -> list[Cell]:
+def _whole_models(config: Config, planners: dict[str, Cell]) -> list[Cell]:
     """Times of every product first, of each model, Mods and batch once; then steps, replicate by replicate."""
     times = {(s.model, s.size, s.mods, s.batch): site_times(s) for s in config.steps}
-    steps = [dense_step(s, times[s.model, s.size, s.mods, s.batch], i) for i in range(max((s.replicates for s in config.steps), default=0)) for s in config.steps if i < s.replicates]
+    inputs = {s: {"times": times[s.model, s.size, s.mods, s.batch], **({"planners": planners[s.size]} if s.planned else {})} for s in config.steps}
+    steps = [dense_step(s, inputs[s], i) for i in range(max((s.replicates for s in config.steps), default=0)) for s in config.steps if i < s.replicates]
     contest = {"size": "5.6", "batch": 6144, "training": True, "rounds": 8, "launches": 8, "warmup_s": 0.5}
-    return [*times.values(), *steps, *(_exclusive("cells_speed:mods_latency", contest, f"time a layer of Wukong-5.6 in 8 Mods #{i}", i) for i in range(5) if config.mods_latency)]
+    asked = {c.point for p in planners.values() for c in p.inputs.values()}  # times that planners ask for already
+    return [*(c for c in times.values() if c.point not in asked), *steps, *(_exclusive("cells_speed:mods_latency", contest, f"time a layer of Wukong-5.6 in 8 Mods #{i}", i) for i in range(5) if config.mods_latency)]
 
 
 def site_times(s: Steps) -> Cell:
@@ -183,10 +185,10 @@ def site_times(s: Steps) -> Cell:
     return _exclusive("cells_speed:site_times", params, f"time every product of {_model_name(s)}")
 
 
-def dense_step(s: Steps, times: Cell, replicate: int) -> Cell:
+def dense_step(s: Steps, inputs: dict[str, Cell], replicate: int) -> Cell:
     params = {"model": s.model, "size": s.size, "mods": s.mods, "batch": s.batch, "training": s.training, "variants": list(s.variants), "rounds": 6, "launches": 4, "warmup_s": 1.0,
               "table_rows": s.table_rows}  # fmt: skip
-    return _exclusive("cells_speed:dense_step", params, f"time {'training' if s.training else 'inference'} {_model_name(s)} #{replicate}", replicate, {"times": times})
+    return _exclusive("cells_speed:dense_step", params, f"time {'training' if s.training else 'inference'} {_model_name(s)} #{replicate}", replicate, inputs)
 
 
 def _model_name(s: Steps) -> str:

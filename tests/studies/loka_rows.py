@@ -127,6 +127,8 @@ class Rows:
 
     def step(self, logs: Mapping[str, float], *, mods: str = "", training: bool = True, device: str = H200, whole: float | None = None, **fields: Any) -> Row:
         records = {"more": {"log_speedup_step_dispatch": whole}} if whole else {}
+        records["variants"] = [{"variant": "bf16", "fp8_products": 0, "log_speedup": 0.0}, {"variant": "dispatch", "fp8_products": 30, "log_speedup": logs.get("log_speedup_dispatch", 0.1)}]
+        records["unsupported"] = [{"variant": "torchao", "why": "torchao is not installed here"}]
         return self.add("cells_speed:dense_step", {**STEP, "mods": mods, "training": training}, metrics={"step_us": 9000.0, **logs}, records=records, device=device, **fields)
 
     def everything(self) -> None:

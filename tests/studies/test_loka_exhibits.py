@@ -10,6 +10,7 @@ from studies.loka.exhibits import exhibits
 from studies.loka.exhibits_loss import arms, calibration, mods, planners
 from studies.loka.exhibits_map import LETTERS, families, real, safety_maps
 from studies.loka.exhibits_probe import probes
+from studies.loka.exhibits_speed import arms as variants
 from studies.loka.exhibits_speed import bandwidth, crossover, steps
 from studies.loka.model_sites import model_sites
 from studies.loka.questions import site_questions
@@ -147,4 +148,7 @@ def test_times_show_an_interval_only_over_processes(rows):
     (shown,) = bandwidth(rows.view())
     assert shown.rows[0][4][0] == pytest.approx(0.9002, rel=1e-3) and shown.rows[0][-1] == 5
     (models,) = steps(rows.view())
+    shown = {(line[1], line[2], line[3]): line[4:] for line in variants(rows.view())[0].rows}
+    assert shown["as published", "training", "dispatch"] == (30, pytest.approx((math.exp(0.2502), *shown["as published", "training", "dispatch"][1][1:])))
+    assert shown["as published", "training", "torchao"] == ("torchao is not installed here", None)
     assert [line[3] for line in models.rows] == ["training", "training", "inference"] and [type(line[-2]) for line in models.rows] == [str, tuple, str] and models.rows[0][5][0] < 1 < models.rows[0][7][0]
