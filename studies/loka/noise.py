@@ -103,7 +103,7 @@ def product_noise(a: Known, b: Known, recipe: GemmRecipe, *, length: int | None 
     total = of_a.sum(-1) + of_b.sum(-1)
     alone = of_a.square().sum(-1) * (0.4 - 1 / independent).clamp(min=0) - 0.6 * (kept.pow(4) @ vb.square().sum(-2)[..., None])[..., 0]
     shared = of_a.sum(-1).square() / independent + of_b.square().sum(-1)
-    share = length / c  # of a sample: terms of one c grow with it, squares of sums with its square
+    share = length / max(c, 1)  # of a sample: terms of one c grow with it, squares of sums with its square
     freedom = torch.where(total > 0, total.square() / (alone / share + shared).clamp(min=1e-300), 1.0).clamp(min=1.0)
     return Noise(signal=signal, mean=mean, variance=total * share, freedom=freedom)
 

@@ -175,27 +175,32 @@ def _items(s: Sketch) -> torch.Tensor:
 def _matrices(s: Sketch) -> Known:
     """Items of a batched operand: [I, R, C]."""
     x = _items(s)
-    return Known(x=x, tensor_amax=_step_amax(s), row_amax=x.abs().amax(-1, keepdim=True))
+    return Known(x=x, tensor_amax=_step_amax(s), row_amax=_row_amax(x))
 
 
 def _transposed(k: Known) -> Known:
     x = k.x.mT
-    return Known(x=x, tensor_amax=k.tensor_amax, row_amax=x.abs().amax(-1, keepdim=True))
+    return Known(x=x, tensor_amax=k.tensor_amax, row_amax=_row_amax(x))
 
 
 def _rows(s: Sketch) -> Known:
     """Rows of a layer's operand, of T layers: [T, rows, C]."""
     order = _order(s)
     x = _items(s)[order].transpose(0, 1)
-    return Known(x=x, tensor_amax=_step_amax(s)[order].transpose(0, 1), row_amax=x.abs().amax(-1, keepdim=True))
+    return Known(x=x, tensor_amax=_step_amax(s)[order].transpose(0, 1), row_amax=_row_amax(x))
 
 
 def _columns(s: Sketch) -> Known:
     """The transpose of a layer's operand: [T, C, rows]; a row's amax is that over all rows of a step, which the sketch kept."""
     order = _order(s)
     x = _items(s)[order].permute(1, 2, 0)
-    row_amax = torch.maximum(s.column_amax.view(*x.shape[:2], 1), x.abs().amax(-1, keepdim=True))
+    row_amax = torch.maximum(s.column_amax.view(*x.shape[:2], 1), _row_amax(x))
     return Known(x=x, tensor_amax=_step_amax(s)[order].permute(1, 2, 0), row_amax=row_amax)
+
+
+def _row_amax(x: torch.Tensor) -> torch.Tensor:
+    """[..., R, 1], 0 of a row without numbers."""
+    return torch.nn.functional.pad(x.abs(), (0, 1)).amax(-1, keepdim=True)
 
 
 def _chosen(shape: tuple[int, int], rows: int) -> torch.Tensor:

@@ -11,10 +11,11 @@ the plain graph, not even a branch inside it, so that it may be compiled. A step
 
 What a probed step reads beside the model, in passes over an operand: x, dy and w of a layer 3 (statistics 1, column amax 1, column sums of squares 1;
 columns over 65,536 rows at most), operands of a batched product 1 (`bytes_read` counts all). Of x and dy it copies the rows to the host that the
-reservoir will keep, fewer with every step, and of w none before the readings are read. With bf16 operands and products
-of 2 M N K flops in each of three passes, reading costs 6 (M K + N K + M N) bytes: at a GPU's 200 flops a byte the time of 200 (1/M + 1/N + 1/K) of
-the products', 8% or so of large layers; the rest of a probed step's cost is that it runs uncompiled or, where `watched` is compiled too, in a piece between each two sites. Every 100th step may take half as long again
-before it costs 0.5%. Nothing waits for a GPU: what was seen is fetched when the next probed step begins.
+reservoir will keep, fewer with every step, and of w none before the readings are read. With bf16 operands and products of 2 M N K flops in each of
+three passes, reading costs 6 (M K + N K + M N) bytes: at a GPU's 200 flops a byte the time of 200 (1/M + 1/N + 1/K) of the products', 8% or so of
+large layers. Of Wukong-5.6 with 6144 examples it is 33 GB beside products of 34 TFLOP. The rest of a probed step's cost is some 40 launches an operand,
+and that the model runs uncompiled or, where `watched` is compiled too, in a piece between each two sites. Every 100th step may take half as long
+again before it costs 0.5%. Nothing waits for a GPU: what was seen is fetched when the next probed step begins.
 """
 
 from __future__ import annotations

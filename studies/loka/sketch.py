@@ -172,7 +172,8 @@ def look(x: torch.Tensor, *, step: int, items: int = ROWS, seed: int = 0, parame
         layers    [M, T, C]    one example's rows in T layers, each with its own weight; a weight is [N, T, C]
         matrices  [I, R, C]    a matrix whose rows meet those of the other operand's same item
 
-    below: keys from there on are left out, for those of the reservoir that this will be merged with are smaller. Waits for no GPU. Raises ValueError for another form, and for dtypes other than float32, bf16 and fp16.
+    below: keys from there on are left out, for those of the reservoir that this will be merged with are smaller. Waits for no GPU.
+    Raises ValueError for another form, and for dtypes other than float32, bf16 and fp16.
     """
     if form not in FORMS or x.dtype not in _DTYPES or (x.ndim < 2 if form == "rows" else x.ndim != 3):
         raise ValueError(f"a sketch is of rows [..., C], layers [M, T, C] or matrices [I, R, C] in float32, bfloat16 or float16, got {form=} {tuple(x.shape)=} {x.dtype}; convert it first")
@@ -182,22 +183,22 @@ def look(x: torch.Tensor, *, step: int, items: int = ROWS, seed: int = 0, parame
     keys, index = chosen(len(x), step=step, capacity=capacity, seed=seed, fixed=parameter)
     if below is not None:
         keys, index = keys[keys < below], index[keys < below]
-    x_RC = x.flatten(0, 1)
+    x_RC = (x.transpose(0, 1) if form == "layers" else x).flatten(0, 1)  # layer by layer, as such a tensor lies in memory: no copy
     s = (statistics if x.is_cuda else statistics_ref)(x_RC)
     log2_rms, norms, live_rows = _row_norms(s, c)
     counts = torch.cat([s.exponents, *(v.reshape(1) for v in (s.zeros, s.nonfinite, live_rows)), norms])
-    sums = torch.cat([*(v.reshape(1) for v in (s.sum, s.sum_squares, s.amax.double(), log2_rms)), *([] if form == "matrices" else _columns(x.flatten(1)))])
+    sums = torch.cat([*(v.reshape(1) for v in (s.sum, s.sum_squares, s.amax.double(), log2_rms)), *([] if form == "matrices" else _columns(x))])
     return Look(counts=counts, sums=sums, items=x[index.to(x.device)], keys=keys, index=index, step=step, capacity=capacity, rows=len(x_RC))
 
 
-def _columns(x_RC: torch.Tensor) -> list[torch.Tensor]:
-    """amax and Euclidean norm of each column, float64, over at most COLUMN_ROWS evenly spaced rows; the norm is that of as many as there are."""
-    every = max(1, len(x_RC) // COLUMN_ROWS)
-    x = x_RC[::every]
-    if not len(x):
-        return 2 * [torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)]
-    amax, norm = (torch.linalg.vector_norm(x, order, dim=0, dtype=torch.float32).double() for order in (float("inf"), 2))
-    return [amax, norm * (len(x_RC) / len(x)) ** 0.5 if every > 1 else norm]
+def _columns(x: torch.Tensor) -> list[torch.Tensor]:
+    """amax and Euclidean norm of each column of x [M, T, C], float64 [T C], over at most COLUMN_ROWS evenly spaced M; the norm is scaled to all."""
+    every = max(1, len(x) // COLUMN_ROWS)
+    read = x[::every]
+    if not len(read):
+        return 2 * [torch.zeros(x.shape[1:].numel(), dtype=torch.float64, device=x.device)]
+    amax, norm = (torch.linalg.vector_norm(read, order, dim=0, dtype=torch.float32).flatten().double() for order in (float("inf"), 2))
+    return [amax, norm * (len(x) / len(read)) ** 0.5]
 
 
 def _row_norms(s: Statistics, c: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

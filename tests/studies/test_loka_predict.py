@@ -176,6 +176,29 @@ def test_readings_survive_a_file_and_merge(tmp_path):
     assert torch.equal(p, q)
 
 
+def test_one_example_is_predicted_and_none_is_refused():
+    for m in (0, 1, 2):
+        x, w, dy = draw("gaussian", m, K, seed=1), draw("gaussian", N, K, seed=2), draw("gaussian", m, N, seed=3)
+        site = Site(name="s", op="linear", batch=1, m=m, n=N, k=K)
+        found = SiteReading(site=site, x=sketch(x, step=0), w=sketch(w, step=0, parameter=True), dy=sketch(dy, step=0))
+        for which, (a, b) in {"forward": (x, w), "dgrad": (dy, w.mT), "wgrad": (dy.mT, x.mT)}.items():
+            if m == 0:
+                with pytest.raises(ValueError, match="a row other than zero"):
+                    predict(found, which, gemm("blockwise"))
+            else:
+                assert gap_db(predict(found, which, gemm("tensorwise")).row_db, emulated_db(a, b, "tensorwise"), 0.5) < 3  # rows of one number each, in wgrad
+
+
+def test_examples_that_are_not_finite_leave_the_others_alone():
+    x, w = draw("gaussian", 400, K, seed=1), draw("gaussian", N, K, seed=2)
+    site = Site(name="s", op="linear", batch=1, m=400, n=N, k=K)
+    clean, dirty = x.clone(), x.clone()
+    dirty[3], dirty[4, 2] = float("nan"), float("inf")
+    clean[3], clean[4, 2] = 0.0, 0.0
+    rows = [predict(SiteReading(site=site, x=sketch(v, step=0), w=sketch(w, step=0, parameter=True)), "forward", gemm("tensorwise")).row_db for v in (clean, dirty)]
+    assert rows[0].shape == (399, 16) and torch.equal(*rows)
+
+
 def test_what_is_no_reading_is_refused(tmp_path):
     found, _ = reading("gaussian")
     (tmp_path / "x.npz").write_bytes(b"no")
