@@ -87,7 +87,7 @@ def product(
     if recipe.dtype == "bf16" and a.is_cuda:
         return _bf16(a.to(torch.bfloat16), b.to(torch.bfloat16), out_dtype, bias)
     out_RS = _tf32(a, b) if recipe.dtype == "tf32" else _wide(a, b, recipe.dtype)
-    return (out_RS if bias is None else out_RS + bias.to(out_RS.dtype)).to(out_dtype)
+    return _as(out_RS if bias is None else out_RS + bias.to(out_RS.dtype), out_dtype)
 
 
 def linear_backward(dy_MN: torch.Tensor, x_MK: Operand | None, w_NK: Operand | None, dgrad: GemmRecipe, wgrad: GemmRecipe,
@@ -248,6 +248,11 @@ def _(a_RC, b_SC):
     return a_RC.new_empty((*a_RC.shape[:-1], b_SC.shape[-2]), dtype=torch.float32)
 
 
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x in dtype, without a call where it has it: torch.compile of 2.11 gives an autograd.Function whose result has two names zeros for gradients."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def _wide(a_RC: torch.Tensor, b_SC: torch.Tensor, dtype: str) -> torch.Tensor:
     """A product of fp32 or bf16 operands with sums in float32; fp32 takes float64 as it is."""
     if dtype == "bf16":
@@ -266,4 +271,4 @@ def _bf16(a_RC: torch.Tensor, b_SC: torch.Tensor, out_dtype: torch.dtype, bias_S
         out_RS = torch.mm(a_RC, b_SC.mT, out_dtype=torch.float32)
     else:
         out_RS = torch.bmm(a_RC.flatten(0, -3), b_SC.flatten(0, -3).mT, out_dtype=torch.float32).unflatten(0, a_RC.shape[:-2])
-    return (out_RS if bias_S is None else out_RS + bias_S.to(out_RS.dtype)).to(out_dtype)
+    return _as(out_RS if bias_S is None else out_RS + bias_S.to(out_RS.dtype), out_dtype)
