@@ -119,20 +119,22 @@ def output_variance(a: Known, b: Known, recipe: GemmRecipe) -> torch.Tensor:
 
 
 def _power(a: torch.Tensor, b: torch.Tensor, length: int, q: int) -> torch.Tensor:
-    """sum_s (sum_c a_rc b_sc)^2 over a contracted axis of `length`, estimated without bias from a sample of q of it.
+    """sum_s (sum_c a_rc b_sc)^2 of each row over a contracted axis of `length`, of which q are sampled.
 
-    With q of L drawn, E (sample sum)^2 = q/L A + q(q-1)/(L(L-1)) (total^2 - A), A the sum of squares, whose estimate is L/q of the sample's. What the
-    sum of squares does not explain is small against an estimate's own error for one row, so its ratio to A is taken over all rows together. It is at
-    least 1/20: a sum that cancels further is not told from chance.
+    All rows together it is sum_cd K_cd, K = (a^T a) * (b^T b) elementwise. A uniform sample gives the diagonal, times length / q, and the pairs c != d,
+    times length (length - 1) / (q (q - 1)). If terms have random signs the pairs' sum D is 0 with the variance 2 sum K_cd^2 = e^2, which is
+    large where little was sampled: D is taken times 1 - 4 e^2 / D^2, and as 0 within two e. Rows share the ratio that results, which is kept
+    above 1/20.
     """
-    whole = (a @ b.mT).square().sum(-1)
     if length == q:
-        return whole
-    squares = (a.square() @ b.square().sum(-2)[..., None])[..., 0]
-    pairs = length * (length - 1) / (q * (q - 1))
-    estimate = pairs * whole.sum() - (pairs - length / q) * squares.sum()
-    ratio = estimate / (length / q * squares.sum()).clamp(min=1e-300)
-    return length / q * squares * ratio.clamp(min=0.05)
+        return (a @ b.mT).square().sum(-1)
+    squares = length / q * (a.square() @ b.square().sum(-2)[..., None])[..., 0]
+    k = (a.mT @ a) * (b.mT @ b)
+    k.diagonal(dim1=-2, dim2=-1).zero_()
+    pairs, variance = k.sum(), 2 * k.square().sum()
+    kept = (1 - 4 * variance / pairs.square().clamp(min=1e-300)).clamp(min=0.0)
+    ratio = 1 + length * (length - 1) / (q * (q - 1)) * pairs * kept / squares.sum().clamp(min=1e-300)
+    return squares * ratio.clamp(min=0.05)
 
 
 def _errors(known: Known, operand: OperandRecipe | None, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

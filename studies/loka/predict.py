@@ -20,7 +20,8 @@ rows that are sampled like those to come. Against emulation, 512 rows of forward
     outliers         -0.12 ... 0.09         0.02   -0.68 ... 1.77    the error of a row's one outlier is a number, not a distribution
     post-relu        -0.23 ... 0.14        -0.05   -0.39 ... 0.23
 
-Above 40 dB it is up to 5 dB high: sums of one sign over many elements, as in the wgrad of two activations behind a ReLU, keep rounding's bias.
+On activations and gradients of small Wukong, DLRM-v2 and RankMixer after 60 steps (215 products and recipes of at least 299 rows) the 1st percentile is
+off by 0.3 dB in the median, by more than 1 dB in 5 of them, by 1.4 dB at most. Above 40 dB it is up to 5 dB high: sums of one sign over many elements, as in the wgrad of two activations behind a ReLU, keep rounding's bias.
 """
 
 from __future__ import annotations

@@ -176,6 +176,22 @@ def test_readings_survive_a_file_and_merge(tmp_path):
     assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize(("distribution", "bound_db"), [("row-scaled", 3.5), ("post-relu", 1.0)])
+def test_a_sum_over_all_examples_is_estimated_from_a_sixteenth_of_them(distribution, bound_db):
+    """The signal of a weight's gradient with few outputs, 16 x 32 over 8192 examples, from 512.
+
+    Signs at random: the estimate is the sum of squares, and the true one varies about that by sqrt(2 / (effective outputs)), a third with rows of five
+    decades, beside the sample's own error. One sign: 8192 times the sum of squares, known as a mean of 512 is. Without the shrinking, the
+    first lay 13 dB low in most samples.
+    """
+    a, b = draw(distribution, 8192, 16, seed=1).double().mT, draw(distribution, 8192, 32, seed=2).double().mT
+    true = (a @ b.mT).square().sum()
+    for seed in range(6):
+        drawn = torch.randperm(8192, generator=torch.Generator().manual_seed(seed))[:512]
+        found = product_noise(known(a[:, drawn]), known(b[:, drawn]), gemm("fp32"), length=8192).signal.sum()
+        assert abs(10 * torch.log10(found / true)) < bound_db
+
+
 def test_one_example_is_predicted_and_none_is_refused():
     for m in (0, 1, 2):
         x, w, dy = draw("gaussian", m, K, seed=1), draw("gaussian", N, K, seed=2), draw("gaussian", m, N, seed=3)
