@@ -12,9 +12,9 @@ from kernels.fp8.recipes import gemm
 from studies.loka.gradient_price import adam_preconditioner, gradient_errors
 from studies.loka.registry import trace
 
-# The stationary law holds to first order in rate x the largest eigenvalue of P H (0.02 here); 600 chains of 16 coordinates, 20 looks far apart
-# (relative error 1 / sqrt(600 x 20 x 8) = 0.3%), with a factor of 4.
-STATIONARY = 0.02 + 4 * 0.003
+# The stationary law holds to first order in rate x the largest eigenvalue of P H (0.02 here); 300 chains of 16 coordinates, 20 looks far apart
+# (relative error 1 / sqrt(300 x 20 x 8) = 0.5%), with a factor of 4.
+STATIONARY = 0.02 + 4 * 0.005
 ROUNDING = 2**-18  # float32 gradients, summed over 64 rows
 
 
@@ -24,9 +24,9 @@ def test_the_stationary_loss_of_noisy_updates_is_a_quarter_of_rate_times_weighte
     a = torch.randn(16, 16, generator=generator, dtype=torch.float64)
     hessian, p, s = a @ a.mT / 16 + 0.5 * torch.eye(16), torch.linspace(0.5, 1.5, 16), torch.linspace(0.2, 2.0, 16)
     rate = 0.02 / float(torch.linalg.eigvals(torch.diag(p.double()) @ hessian).abs().max())
-    t, total, looks = torch.zeros(600, 16, dtype=torch.float64), 0.0, 0
+    t, total, looks = torch.zeros(300, 16, dtype=torch.float64), 0.0, 0
     for step in range(3000):
-        noise = torch.randn(600, 16, generator=generator, dtype=torch.float64) * s.sqrt()
+        noise = torch.randn(300, 16, generator=generator, dtype=torch.float64) * s.sqrt()
         t = t - rate * p * (t @ hessian + noise)
         if step >= 1000 and step % 100 == 0:
             total, looks = total + float((0.5 * (t @ hessian) * t).sum(1).mean()), looks + 1

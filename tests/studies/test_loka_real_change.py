@@ -9,7 +9,7 @@ from studies.loka.data.table import Table
 from studies.loka.metrics import relative_change
 from suite.measure import Context
 
-TRAINING = {"model": "wukong", "size": "small", "steps": 30, "batch": 256, "table_rows": 64, "dense_rate": 1e-2}
+TRAINING = {"model": "wukong", "size": "small", "steps": 15, "batch": 256, "table_rows": 64, "dense_rate": 1e-2}
 
 FLOAT32 = 16 * 2**-24  # the same products, summed in another order: a few roundings of a loss
 
