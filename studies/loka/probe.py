@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from studies.loka.apply import replacement, rewrite
+from studies.loka.apply import Replacement, replacement, rewrite
 from studies.loka.products import Multiply, multiply
 from studies.loka.readings import Readings, SiteReading
 from studies.loka.registry import trace
@@ -51,7 +51,7 @@ class Probe:
         self.registry = trace(model, *example)
         self.every, self.backward, self.rows, self.seed, self.steps = every, backward, rows, seed, 0
         self.plain = model if plain is None else plain
-        self.watched = rewrite(self.registry, [replacement(self.registry, site.name, self._observer(site)) for site in self.registry.sites])
+        self.watched = rewrite(self.registry, [self._replacement(site) for site in self.registry.sites])
         self._kept: dict[str, SiteReading] = {}
         self._weights: dict[str, tuple] = {}
         self._under_way: dict[str, _Step] = {}
@@ -70,6 +70,11 @@ class Probe:
         sites = {s.name: self._with_weight(s) for s in self.registry.sites if s.name in self._kept}
         return Readings(sites=sites, unsupported=dict(self.registry.unsupported))
 
+    def _replacement(self, site: Site) -> Replacement:
+        """The site's product under observation, which a compiler leaves alone, whole: it breaks the graph once."""
+        observed = replacement(self.registry, site.name, self._observer(site))
+        return replace(observed, run=torch.compiler.disable(observed.run))
+
     def _observer(self, site: Site) -> Multiply:
         layer = site.op == "linear"
 
@@ -84,7 +89,7 @@ class Probe:
                 y.register_hook(lambda dy: step.saw(self._look(site, dy, batch, below=bound)))
             return y
 
-        return torch.compiler.disable(observed)
+        return observed
 
     def _with_weight(self, site: Site) -> SiteReading:
         """A parameter's statistics are of each step, its rows those of now: they need not be fetched before."""
