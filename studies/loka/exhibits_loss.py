@@ -27,6 +27,7 @@ PLANNERS = {
     "bf16": "bf16", "torchao": "torchao, every linear layer", "torchao-filter": "torchao's automatic filter", "best-single": "best single recipe", "best-single-in-budget": "best single recipe in the budget",
     "loka": "LoKA's rule, mean of ratios", "loka-sums": "LoKA's rule, ratio of sums", "greedy": "ours, greedy", "ours": "ours", "oracle": "oracle: measured losses",
 }  # fmt: skip
+SHOWN = 1e5  # changes in thousandths of a percent
 CALIBRATION = "Predicted and measured change of log-loss, one product in FP8 at a time"
 
 
@@ -106,7 +107,7 @@ def _curve(points: Sequence[dict], rows: Sequence[Row]) -> list:
     bins: dict[int, list[tuple[float, float]]] = {}
     for p in points:
         if p["error"] > 0:
-            bins.setdefault(math.floor(math.log2(p["error"] / p["loss"])), []).append((100 * p["error"] / p["loss"], 100 * p["measured"] / p["loss"]))
+            bins.setdefault(math.floor(math.log2(p["error"] / p["loss"])), []).append((SHOWN * p["error"] / p["loss"], SHOWN * p["measured"] / p["loss"]))
     kept = {k: v for k, v in sorted(bins.items()) if np.mean([m for _, m in v]) > 0}
     if len(kept) < 2:
         return []
@@ -114,7 +115,7 @@ def _curve(points: Sequence[dict], rows: Sequence[Row]) -> list:
     spread = [1.96 * float(np.std([m for _, m in v], ddof=1)) / math.sqrt(len(v)) if len(v) > 1 else 0.0 for v in kept.values()]
     series = [Series(name="measured", x=x, y=y, low=[max(v - s, v / 100) for v, s in zip(y, spread, strict=True)], high=[v + s for v, s in zip(y, spread, strict=True)]),
               Series(name="as predicted", x=x, y=x)]  # fmt: skip
-    return [Curves(title=CALIBRATION, x_label="predicted change (% of log-loss)", y_label="measured change (% of log-loss)", series=series, log_x=True, log_y=True, sources=rows,
+    return [Curves(title=CALIBRATION, x_label="predicted change (0.001% of log-loss)", y_label="measured change (0.001% of log-loss)", series=series, log_x=True, log_y=True, sources=rows,
                    note=f"{len(points)} products whose change is clear of its own error, averaged over factors of two; bars are 95% over the products of a bin.")]  # fmt: skip
 
 

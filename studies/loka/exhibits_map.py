@@ -109,21 +109,21 @@ def _model(title: str, model: str, which: str, asked: Mapping[Key, Sequence], by
         own = [site for name, site, w in sites if name == model and w == which]
         cells = [by.get((key, d)) for d in distributions]
         used += [r for r in cells if r is not None and own]
-        lines += [(_short(name, count), size, *(_safe(r, recipes) for r in cells)) for (name, size), count in families(own, which).items()]
+        lines += [(_short(name, count), size, *(_safe(r, recipes) for r in cells)) for (name, size), count in families(own).items()]
     letters = ", ".join(f"{LETTERS[r]} {r}" for r in recipes)
-    columns = [Column(name="site"), Column(name="product"), *(Column(name=d) for d in distributions)]
+    columns = [Column(name="site"), Column(name="N x K"), *(Column(name=d) for d in distributions)]
     return Table(
         title=f"{title}: {model}, {PASS_TITLES[which]}", columns=columns, rows=lines, sources=used,
-        note=f"The recipes that are safe there: {letters}; ? undecided. A product is rows x contracted x columns at a batch of {m.batch:,} examples, k 1024; at "
-        f"most {m.rows} rows and {m.contracted:,} contracted elements of a draw are computed, and sites of equal cut sizes share a cell.",
+        note=f"The recipes that are safe there: {letters}; ? undecided. N x K: outputs and inputs. At a batch of {m.batch:,} "
+        f"examples; at most {m.rows} rows and {m.contracted:,} contracted elements of a draw are computed, and sites of equal cut sizes share a cell.",
     )  # fmt: skip
 
 
-def families(sites: Sequence[Site], which: str) -> dict[tuple[str, str], int]:
-    """(name, product) -> how many: sites of one product whose names differ only in numbers stand in one line."""
+def families(sites: Sequence[Site]) -> dict[tuple[str, str], int]:
+    """(name, second operand) -> how many: sites of one size whose names differ only in numbers stand in one line."""
     out: dict[tuple[str, str], list[str]] = {}
     for site in sites:
-        out.setdefault((re.sub(r"\d+", "*", site.name), _product(site, which)), []).append(site.name)
+        out.setdefault((re.sub(r"\d+", "*", site.name), _second_operand(site)), []).append(site.name)
     return {(names[0] if len(names) == 1 else family, size): len(names) for (family, size), names in out.items()}
 
 
@@ -132,14 +132,9 @@ def _short(name: str, count: int) -> str:
     return name.removesuffix(":linear") + (f" ({count})" if count > 1 else "")
 
 
-def _product(site: Site, which: str) -> str:
-    """Rows, contracted elements, columns; spaces that do not break."""
-    g = site.gemm(which)
-    return ((f"{_count(g.batch)} of " if g.batch > 1 else "") + " x ".join(map(_count, (g.r, g.c, g.s)))).replace(" ", "\u00a0")
-
-
-def _count(n: int) -> str:
-    return f"{n / 2**20:.3g}M" if n >= 2**20 else f"{n / 2**10:.3g}k" if n >= 10_000 else str(n)
+def _second_operand(site: Site) -> str:
+    """Outputs and inputs of the forward product's second operand, a weight mostly; spaces that do not break."""
+    return f"{site.n} x {site.k}".replace(" ", "\u00a0")
 
 
 def _safe(row: Row | None, recipes: Sequence[str]) -> str | None:
