@@ -86,15 +86,15 @@ def corner(x: torch.Tensor, columns: int | None = CHECKED) -> torch.Tensor:
     return x[(0,) * (x.ndim - 2)][:CHECKED, :columns]
 
 
-def make_operands(site: Site, which: str, device: str, seed: int) -> Operands:
-    """Sets are the first one's R and S rolled: the same numbers in other places, and so the results."""
+def make_operands(site: Site, which: str, device: str, seed: int, sets: int = 0) -> Operands:
+    """Sets are the first one's R and S rolled: the same numbers in other places, and so the results. sets: how many, 0 for all that a contest rotates."""
     size, (batch, m, n, k) = site.gemm(which), (site.batch, site.m, site.n, site.k)
     stored = {"forward": ((m, k), (n, k)), "dgrad": ((m, n), (n, k)), "wgrad": ((m, n), (m, k))}[which]
     first = [bell_rows(batch * rows, columns, seed + i, device).view(*((batch,) if batch > 1 else ()), rows, columns) for i, (rows, columns) in enumerate(stored)]
-    count = rotations_needed(batch * (size.r * size.c + size.s * size.c + 2 * size.r * size.s), device=device)
+    count = sets or rotations_needed(batch * (size.r * size.c + size.s * size.c + 2 * size.r * size.s), device=device)
     transposed = {"forward": (False, False), "dgrad": (False, True), "wgrad": (True, True)}[which]
-    sets = tuple(tuple(x.roll(13 * i, dims=-1 if t else -2) for x, t in zip(first, transposed, strict=True)) for i in range(count))
-    return Operands(sets=sets, transposed=transposed, size=size, which=which)
+    rolled = tuple(tuple(x.roll(13 * i, dims=-1 if t else -2) for x, t in zip(first, transposed, strict=True)) for i in range(count))
+    return Operands(sets=rolled, transposed=transposed, size=size, which=which)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from studies.loka.claims import CLAIMS
 from studies.loka.exhibits import exhibits
 from studies.loka.presets import cpu, gpu, smoke
 from studies.loka.questions import questions
+from studies.loka.warm import warm
 from suite.study import Metric, Study
 
 
@@ -68,4 +69,5 @@ STUDY = Study(
     claims=CLAIMS,
     exhibits=exhibits,
     best_preset=best_preset,
+    warm=warm,
 )
