@@ -70,19 +70,15 @@ class Sink:
 
     def written(self) -> list[Output]:
         """The first set's outputs that are no poison. Raises AssertionError where a set has none, where one has holes, or another norm than the first."""
-        found = []
-        for i in range(len(self._eager)):
-            whole, holes = [], 0
-            for y in self._outputs(i):
-                nan = [_nan(part) for part in parts(y)]
-                if not any(bool(n.any()) for n in nan):
-                    whole.append(y)
-                elif not all(bool(n.all()) for n in nan):
-                    holes += 1
+        outputs = [self._outputs(i) for i in range(len(self._eager))]
+        marks, found = iter(_marks([y for of_set in outputs for y in of_set])), []
+        for i, of_set in enumerate(outputs):
+            marked = [(y, *next(marks)) for y in of_set]
+            whole, holes = [y for y, some, _ in marked if not some], sum(some and not only for _, some, only in marked)
             assert whole and not holes, f"set {i} has {len(whole)} outputs without NaN and {holes} with some"
             found.append(whole)
         if len(found) > 1:
-            norms = [float(torch.linalg.vector_norm(y.dequantise() if isinstance(y, Quantised) else y, dtype=torch.float32)) for whole in found for y in whole]
+            norms = torch.stack([_norm(y) for whole in found for y in whole]).tolist()
             assert max(norms) <= (1 + SAME_NORM) * min(norms), f"norms of the sets' outputs are {min(norms):.4g} to {max(norms):.4g}, where rolled rows leave them equal"
         return found[0]
 
@@ -93,6 +89,20 @@ class Sink:
 def parts(y: Output) -> list[torch.Tensor]:
     """The tensors that an output is written in; of a Quantised its numbers."""
     return y if isinstance(y, list) else [y.data_RC if isinstance(y, Quantised) else y]
+
+
+def _marks(outputs: list[Output]) -> list[list[bool]]:
+    """[some of it is NaN, all of it is] for each output; one wait for the device, since small shapes have hundreds."""
+    return torch.stack([_mark(y) for y in outputs]).tolist() if outputs else []
+
+
+def _mark(y: Output) -> torch.Tensor:
+    nan = [_nan(part) for part in parts(y)]
+    return torch.stack([torch.stack([n.any() for n in nan]).any(), torch.stack([n.all() for n in nan]).all()])
+
+
+def _norm(y: Output) -> torch.Tensor:
+    return torch.linalg.vector_norm(y.dequantise() if isinstance(y, Quantised) else y, dtype=torch.float32)
 
 
 def _nan(part: torch.Tensor) -> torch.Tensor:
