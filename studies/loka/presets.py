@@ -157,7 +157,7 @@ def smoke() -> Config:
 
 
 def cpu() -> Config:
-    return Config(map=Map(), real=Real(), probe=Probe(), torchao_filter=True, pricing=(Pricing(),), logs=Logs(data=("movielens-100k",)), quality=(Quality(planned=True),))
+    return Config(map=Map(), real=Real(), probe=Probe(), torchao_filter=True, pricing=(Pricing(rows=65_536),), logs=Logs(data=("movielens-100k",)), quality=(Quality(planned=True),))
 
 
 def gpu() -> Config:
