@@ -36,7 +36,7 @@ def matrix_svg(matrix: Matrix) -> str:
     header, y, overhang = _header(sheet, matrix, label_width, cell)
     rows, y = _rows(sheet, matrix, label_width, cell, total, y)
     total = max(total + max(0.0, overhang - summary_width), LEGEND_ROOM)
-    legend, y = _legend(sheet, total, y + 8)
+    legend, y = _legend(sheet, total, y + 8, dict(matrix.legend))
     body = "".join((*header, *rows, *legend))
     return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total:.1f} {y:.1f}" width="{total:.1f}" '
             f'height="{y:.1f}">{sheet.defs()}{body}</svg>')
@@ -70,7 +70,7 @@ def _header(sheet: GlyphSheet, matrix: Matrix, left: float, cell: float) -> tupl
         parts += [sheet.text(left + (j + 0.5) * cell, bottom - 2, kind, size=_fit(kind, cell - 2), style="italic",
                              color=MUTED, anchor="middle") for j, kind in enumerate(matrix.column_kinds)]
     right = left + len(matrix.column_labels) * cell
-    parts.append(sheet.text(right + 31, bottom - 2, "equal", size=SMALL, weight="bold", anchor="middle"))
+    parts.append(sheet.text(right + 31, bottom - 2, matrix.counted, size=SMALL, weight="bold", anchor="middle"))
     return parts, bottom + 5, overhang
 
 
@@ -106,7 +106,8 @@ def _rows(sheet: GlyphSheet, matrix: Matrix, left: float, cell: float, total: fl
                 parts.append(sheet.text(2, y, line, size=LABEL, weight="bold"))
             y += 4
         for _ in range(group.size):
-            drawn, y = _row(sheet, matrix.row_labels[index], matrix.cells[index], left, cell, y, ROW if len(matrix.row_labels) <= ROOMY_ROWS else LOW_ROW)
+            least = ROW if len(matrix.row_labels) <= ROOMY_ROWS else LOW_ROW
+            drawn, y = _row(sheet, matrix.row_labels[index], matrix.cells[index], left, cell, y, least, dict(matrix.legend))
             parts += drawn
             index += 1
         parts.append(_line(0, y + 1, total, y + 1, GRID, 1.0))
@@ -115,14 +116,14 @@ def _rows(sheet: GlyphSheet, matrix: Matrix, left: float, cell: float, total: fl
     return parts, y
 
 
-def _row(sheet: GlyphSheet, label: str, cells: tuple[MatrixCell, ...], left: float, cell: float, y: float, least: float) -> tuple[list[str], float]:
+def _row(sheet: GlyphSheet, label: str, cells: tuple[MatrixCell, ...], left: float, cell: float, y: float, least: float, legend: dict[str, str]) -> tuple[list[str], float]:
     lines = wrap(label, left - 14, LABEL)
     height = max(least, len(lines) * LABEL * LINE + 8)
     middle = y + height / 2
     start = middle - (len(lines) - 1) * LABEL * LINE / 2 + LABEL * 0.33
     parts = [sheet.text(10, start + i * LABEL * LINE, line, size=LABEL) for i, line in enumerate(lines)]
     for j, value in enumerate(cells):
-        parts.append(_cell(sheet, value, left + j * cell, y, cell, height))
+        parts.append(_cell(sheet, value, left + j * cell, y, cell, height, legend))
     judged = [value for value in cells if value.state in ("equal", "partial", "differs")]
     count = f"{sum(value.state == 'equal' for value in judged)}/{len(judged)}" if judged else "\u2014"
     parts.append(sheet.text(left + len(cells) * cell + 31, middle + SMALL * 0.36, count, size=LABEL, anchor="middle",
@@ -130,8 +131,9 @@ def _row(sheet: GlyphSheet, label: str, cells: tuple[MatrixCell, ...], left: flo
     return parts, y + height
 
 
-def _cell(sheet: GlyphSheet, value: MatrixCell, x: float, y: float, w: float, h: float) -> str:
+def _cell(sheet: GlyphSheet, value: MatrixCell, x: float, y: float, w: float, h: float, legend: dict[str, str]) -> str:
     background, color, words = MATRIX_STYLES[value.state]
+    words = legend.get(value.state, words)
     border = f'stroke="{GRID}" stroke-dasharray="3 2"' if value.state == "not_measured" else 'stroke="none"'
     parts = [f"<title>{escape(clean(', '.join(p for p in (words, value.text, value.detail) if p)))}</title>",
              f'<rect x="{x + 1.5:.2f}" y="{y + 1.5:.2f}" width="{w - 3:.2f}" height="{h - 3:.2f}" rx="2" '
@@ -170,11 +172,12 @@ def _symbol(state: str, x: float, y: float, r: float, color: str) -> str:
             'stroke-dasharray="2.4 2"/>')
 
 
-def _legend(sheet: GlyphSheet, total: float, y: float) -> tuple[list[str], float]:
+def _legend(sheet: GlyphSheet, total: float, y: float, own: dict[str, str]) -> tuple[list[str], float]:
     """Every state, whether it occurs or not: a reader must be able to see that none was left out."""
     parts, x = [], 10.0
     y += 12
     for state, (_, color, words) in MATRIX_STYLES.items():
+        words = own.get(state, words)
         needed = 16 + width(words, SMALL) + 20
         if x > 10 and x + needed > total:
             x, y = 10.0, y + 20

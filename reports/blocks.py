@@ -216,9 +216,14 @@ class Matrix:
     row_groups: tuple[Group, ...] = ()
     column_groups: tuple[Group, ...] = ()
     note: str = ""
+    legend: tuple[tuple[str, str], ...] = ()  # (state, its words) where equality is not the question
+    counted: str = "equal"  # what the right margin counts
     sha256: str = field(init=False)
 
     def __post_init__(self) -> None:
+        _freeze(self, legend=tuple((str(state), str(words)) for state, words in self.legend))
+        if unknown := sorted({state for state, _ in self.legend} - set(MATRIX_STATES)):
+            raise ValueError(f"a legend has words for {', '.join(MATRIX_STATES)}, got {unknown}; choose among them")
         _freeze(self, **{name: tuple(getattr(self, name)) for name in
                          ("row_labels", "column_labels", "column_kinds", "run_ids", "row_groups", "column_groups")})
         _freeze(self, cells=tuple(tuple(row) for row in self.cells))
@@ -248,14 +253,14 @@ class Matrix:
         columns += [Column(name="Implementation")]
         columns += [Column(name=(f"{device}: " if device else "") + label + (f" ({kind})" if kind else ""))
                     for device, label, kind in zip(devices, self.column_labels, self.column_kinds)]
-        rows = [([families[i]] if families else []) + [label] + [_matrix_words(cell) for cell in self.cells[i]]
+        rows = [([families[i]] if families else []) + [label] + [_matrix_words(cell, dict(self.legend)) for cell in self.cells[i]]
                 for i, label in enumerate(self.row_labels)]
         return Table(caption=self.caption, columns=columns, rows=rows, note=self.note)
 
 
-def _matrix_words(cell: MatrixCell) -> str:
+def _matrix_words(cell: MatrixCell, legend: dict[str, str]) -> str:
     words = {"equal": "equal", "partial": "partly equal", "differs": "differs", "not_claimed": "not claimed",
-             "not_measured": "NOT MEASURED HERE"}[cell.state]
+             "not_measured": "NOT MEASURED HERE", **legend}[cell.state]
     return ", ".join(part for part in (words, cell.text.strip(), cell.detail.strip()) if part)
 
 

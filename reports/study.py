@@ -195,6 +195,8 @@ def _matrix(item: exhibit.Matrix, sources: Sequence[Row], commit: str, names: Ma
         run_ids=_run_ids(sources),
         commit=_commits(sources, commit),
         note=note,
+        legend=tuple(item.legend.items()),
+        counted=item.counted,
     )
 
 

@@ -8,8 +8,8 @@ carries the kind of its weakest number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from suite.claims import Row
 
@@ -42,7 +42,10 @@ class MatrixCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """The picture of what agrees with what: implementations by (device, schedule)."""
+    """The picture of what agrees with what: implementations by (device, schedule).
+
+    `legend` gives the states other words where equality is not the question, and `counted` names the state that the right margin counts.
+    """
 
     title: str
     row_labels: Sequence[str]
@@ -50,6 +53,8 @@ class Matrix:
     cells: Sequence[Sequence[MatrixCell]]
     note: str = ""
     sources: Sequence[Row] = ()
+    legend: Mapping[str, str] = field(default_factory=dict)
+    counted: str = "equal"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ Each part stands in a module of its own (exhibits_*.py). Devices carry their who
 from __future__ import annotations
 
 from studies.loka.exhibits_loss import losses
-from studies.loka.exhibits_map import real, safety_maps, torchao_filter
+from studies.loka.exhibits_map import picture, real, safety_maps, torchao_filter
 from studies.loka.exhibits_probe import probes
 from studies.loka.exhibits_speed import speeds
 from suite.claims import View
 
 
 def exhibits(view: View) -> list:
-    return [*safety_maps(view), *real(view), *torchao_filter(view), *probes(view), *losses(view), *speeds(view)]
+    return [*picture(view), *safety_maps(view), *real(view), *torchao_filter(view), *probes(view), *losses(view), *speeds(view)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from studies.loka.presets import SYNTHETIC, Map, cpu, gpu, smoke
 from studies.loka.questions import GRADIENT_DB, HEAD_DB, INNER_DB, site_questions
 from suite.claims import Row, View
-from suite.exhibit import Column, Prose, Table
+from suite.exhibit import Column, Matrix, MatrixCell, Prose, Table
 
 if TYPE_CHECKING:  # a site imports torch, and a study is listed without it
     from studies.loka.site import Site
@@ -85,6 +85,32 @@ def _summary(title: str, asked: Mapping[Key, Sequence], by: Mapping, distributio
         title=f"{title}: forward sites that are safe", columns=[Column(name="model"), Column(name="recipe"), *(Column(name=d) for d in distributions)], rows=lines,
         sources=[r for r in rows if r.params["which"] == which], note=RULE,
     )  # fmt: skip
+
+
+LEGEND = {"equal": "every site safe", "partial": "safe at some (count)", "differs": "safe nowhere", "not_claimed": "not asked"}
+
+
+def picture(view: View) -> list:
+    """The summary as pictures, one a device: what a reader sees first."""
+    return [_picture(t) for t in safety_maps(view) if isinstance(t, Table) and t.title.endswith(": forward sites that are safe")]
+
+
+def _picture(table: Table) -> Matrix:
+    """Recipes of models by distribution; the count of sites stands in a cell."""
+    device = table.sources[0].device
+    return Matrix(
+        title="Which forward products of recommenders are safe in FP8?", row_labels=[f"{line[0].split()[0]}: {line[1]}" for line in table.rows],
+        column_labels=[f"{device}, {c.name}" for c in table.columns[2:]], cells=[[_counted(text) for text in line[2:]] for line in table.rows],
+        note=table.note + " The last layer, the logit, is among the sites of each model and never safe.", sources=table.sources, legend=LEGEND, counted="safe",
+    )  # fmt: skip
+
+
+def _counted(text: str | None) -> MatrixCell:
+    """All but the logit counts as every site."""
+    if text is None:
+        return MatrixCell(state="not_measured")
+    safe, total = (int(n) for n in text.split(" of "))
+    return MatrixCell(state="equal" if safe >= total - 1 else "partial" if safe else "differs", text=f"{safe}/{total}")
 
 
 def _share(keys: Iterable[tuple[Key, int]], by: Mapping, distribution: str, recipe: str) -> str | None:

@@ -14,7 +14,7 @@ from studies.loka.exhibits_speed import arms as variants
 from studies.loka.exhibits_speed import bandwidth, crossover, steps
 from studies.loka.model_sites import model_sites
 from studies.loka.questions import site_questions
-from suite.exhibit import Curves, Prose, Table
+from suite.exhibit import Curves, Matrix, Prose, Table
 from tests.studies.loka_rows import CPU, H200, Rows
 
 
@@ -43,7 +43,7 @@ def test_nothing_measured_is_said_and_not_invented():
 def test_everything_draws(rows):
     rows.everything()
     shown = exhibits(rows.view())
-    assert {type(p) for p in shown} == {Table, Curves}
+    assert {type(p) for p in shown} == {Matrix, Table, Curves}
     for item in shown:
         assert draw(item, "c" * 40, {CPU: "this CPU", H200: "H200"})
 
