@@ -34,10 +34,11 @@ from kernels.fp8.recipes import GemmRecipe
 from kernels.fp8.scaling import scale_shape
 from kernels.fp8.schedule import H200_SMS, STEP, GemmSchedule, c_each, schedules
 
-__all__ = ["BACKENDS", "MIN_SQNR_DB", "Sizes", "kind_of", "scaled_gemm", "scaled_gemm_ref", "unsupported"]
+__all__ = ["BACKENDS", "MIN_SQNR_DB", "MOST_BATCH", "Sizes", "kind_of", "scaled_gemm", "scaled_gemm_ref", "unsupported"]
 
 BACKENDS = ("triton", "torch")
 MIN_SQNR_DB = 45.0  # of hardware against float64, C <= 4096
+MOST_BATCH = 65535  # CUDA's limit of a grid's third axis
 _OUTER, _INNER = ("tensor", "row"), ("block", "square")
 _OUT = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,6 +73,8 @@ def unsupported_sizes(recipe: GemmRecipe, gemm: Sizes, backend: str) -> str:
         return f"a product of {gemm.batch} x {gemm.r} x {gemm.s} x {gemm.c} has nothing to multiply"
     if max(gemm.batch * gemm.r, gemm.batch * gemm.s, gemm.c) >= 2**31:
         return "the copy engine counts rows in 32 bits"
+    if backend == "triton" and gemm.batch > MOST_BATCH:
+        return f"a grid's third axis, the batch, is at most {MOST_BATCH}, not {gemm.batch}"
     kinds = (recipe.a.granularity, recipe.b.granularity)
     if len({k in _INNER for k in kinds}) == 2:
         return f"scales are outside of the sum (tensor, row) for both operands or inside (block, square) for both, not {kinds[0]} by {kinds[1]}"

@@ -10,6 +10,7 @@ shares are assumptions until kernels.fp8.bench has measured them (NOTES.md): the
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 __all__ = ["H200_SMS", "STEP", "GemmSchedule", "c_each", "schedule", "schedules"]
@@ -71,12 +72,17 @@ def schedules(r: int, s: int, c: int, *, batch: int = 1, kind: str = "fast", who
     """All that may run out [r, s] with c contracted, fastest by the model first. Splits leave no program less than 512 of C, and none idle."""
     if kind not in TILES:
         raise ValueError(f"a kind of product is one of {sorted(TILES)}, got {kind=}")
+    return list(_ranked(r, s, c, batch, kind, whole_blocks, sms))
+
+
+@functools.lru_cache(maxsize=4096)  # a launch that is not captured asks each time
+def _ranked(r: int, s: int, c: int, batch: int, kind: str, whole_blocks: bool, sms: int) -> tuple[GemmSchedule, ...]:
     found = []
     for tile in (WHOLE_BLOCKS if whole_blocks else TILES)[kind]:
         for split in (1,) if whole_blocks else (1, 2, 4, 8, 16, 32):
             if split == 1 or (c_each(c, split) >= 4 * STEP and (split - 1) * c_each(c, split) < c):
                 found.append(GemmSchedule(**{**tile.__dict__, "split": split}))
-    return sorted(found, key=lambda f: _model_us(f, r, s, c, batch, sms))
+    return tuple(sorted(found, key=lambda f: _model_us(f, r, s, c, batch, sms)))
 
 
 def schedule(r: int, s: int, c: int, *, batch: int = 1, kind: str = "fast", whole_blocks: bool = False, sms: int = H200_SMS) -> GemmSchedule:

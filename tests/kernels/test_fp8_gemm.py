@@ -22,7 +22,7 @@ from kernels.fp8._bench_cases import sqnr_db
 from kernels.fp8.autograd import transposed
 from kernels.fp8.emulate import multiply_ref
 from kernels.fp8.epilogue import Epilogue
-from kernels.fp8.gemm import MIN_SQNR_DB, kind_of, scaled_gemm, scaled_gemm_ref, unsupported, unsupported_sizes
+from kernels.fp8.gemm import MIN_SQNR_DB, MOST_BATCH, kind_of, scaled_gemm, scaled_gemm_ref, unsupported, unsupported_sizes
 from kernels.fp8.quantise import Quantised, quantise_ref
 from kernels.fp8.recipes import GEMMS, GemmRecipe, OperandRecipe, gemm
 from kernels.fp8.scaling import scale_shape
@@ -88,6 +88,8 @@ def test_what_a_backend_cannot_run_is_said_in_words() -> None:
     assert unsupported_sizes(outer, one, "triton") == "" and "tensor by row" in unsupported_sizes(outer, one, "torch")
     assert "nothing to multiply" in unsupported_sizes(gemm("rowwise"), Gemm(batch=1, r=0, s=8, c=8), "triton")
     assert "32 bits" in unsupported_sizes(gemm("rowwise"), Gemm(batch=1, r=2**31, s=8, c=8), "triton")
+    many = [Gemm(batch=batch, r=8, s=8, c=8) for batch in (MOST_BATCH, MOST_BATCH + 1)]
+    assert unsupported_sizes(gemm("rowwise"), many[0], "triton") == "" and "at most 65535, not 65536" in unsupported_sizes(gemm("rowwise"), many[1], "triton")
     with pytest.raises(ValueError, match=r"a backend is one of .* got 'cutlass'"):
         unsupported(gemm("rowwise"), one, "cpu", backend="cutlass")
 
@@ -122,6 +124,12 @@ def test_every_schedule_covers_c_once_and_leaves_no_split_idle(kind: str) -> Non
             assert each % 128 == 0 and found.split * each >= c and (found.split - 1) * each < c
             assert found.split == 1 or (each >= 512 and not whole)
             assert not whole or found.block_s == 256
+
+
+def test_who_sorts_a_list_of_schedules_changes_nobody_else_s() -> None:
+    first = schedules(512, 256, 8192)
+    first.reverse()
+    assert schedules(512, 256, 8192) == first[::-1] and schedule(512, 256, 8192) == first[-1]
 
 
 def test_the_model_splits_long_sums_of_few_tiles_and_takes_large_tiles_for_large_products() -> None:
@@ -244,3 +252,42 @@ def test_the_bench_says_what_it_needs_and_finds_wrong_results() -> None:
     assert lines == []  # a shrunken group is no group of the table
     full = next(c for c in bench.cases(only=("gemm",)) if c.name == "rowwise triton")
     assert "2.00x" in bench.table({full.group: {"bf16": 8.0, "rowwise triton": 4.0}}, 4.0)[1]
+
+
+def test_the_bench_keeps_the_outputs_of_all_sets_and_takes_the_median_behind_a_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device made up here: replays of "slow" take 30 us for its two calls, but for one disturbed round."""
+    kept: list[object] = []
+    calls = bench.keeping([lambda i=i: torch.full((2,), i) for i in range(3)], kept)
+    for call in (*calls, calls[0]):
+        call()
+    assert [int(t[0]) for t in kept] == [0, 1, 2, 0] and len({t.data_ptr() for t in kept}) == 4
+
+    clock, done = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = clock[0]
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, other: "Event") -> float:
+            return (other.at - self.at) * 1e-3
+
+    class Graph:
+        def __init__(self, calls: list) -> None:
+            self.us, self.replays = (10.0, 30.0)[len(calls) == 2], 0
+
+        def replay(self) -> None:
+            assert done[-1] == "spin"
+            self.replays += 1
+            clock[0] += self.us if self.replays != 5 else 900.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("spin"), raising=False)
+    monkeypatch.setattr(bench, "graph_of", Graph)
+    found = bench.interleaved_us({"slow": [lambda: None] * 2, "fast": [lambda: None]}, 5)
+    assert found == pytest.approx({"slow": 15.0, "fast": 10.0})
