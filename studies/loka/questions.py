@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from studies.loka.model_sites import model_sites
+from studies.loka.sites.model_sites import model_sites
 from studies.loka.presets import ALL_MODS, DGRAD, FORWARD, MODELS, WGRAD, Config, Logs, Map, Pricing, Probe, Quality, Real, Steps, Timing
-from studies.loka.shapes import SHAPES, Shape
+from studies.loka.measures.shapes import SHAPES, Shape
 from suite.cell import Cell, Needs
 
 if TYPE_CHECKING:  # a site imports torch, and a study is listed without it
@@ -67,13 +67,13 @@ def safety(what: tuple, distribution: str, m: Map, seed: int) -> Cell:
     which, op, products, rows, contracted, threshold = what
     params = {"which": which, "op": op, "products": products, "rows": rows, "contracted": contracted, "distribution": distribution, "threshold_db": threshold}
     sizes = f"{products} x {rows} rows x {contracted}" if products > 1 else f"{rows} rows x {contracted}"
-    return Cell(study=STUDY, measure=f"{HERE}.safety_map:safety", params=params, seed=seed, needs=Needs(device=m.device, memory_gib=1),
+    return Cell(study=STUDY, measure=f"{HERE}.measures.safety_map:safety", params=params, seed=seed, needs=Needs(device=m.device, memory_gib=1),
                 label=f"safety {which} {op} {sizes} {distribution}{' logit' if threshold == HEAD_DB else ''}")  # fmt: skip
 
 
 def _real(r: Real, seed: int) -> list[Cell]:
     return [
-        Cell(study=STUDY, measure=f"{HERE}.captured:captured", seed=seed, needs=Needs(device=r.device, memory_gib=2), label=f"real activations {model} {r.size} {mods}".strip(),
+        Cell(study=STUDY, measure=f"{HERE}.probing.captured:captured", seed=seed, needs=Needs(device=r.device, memory_gib=2), label=f"real activations {model} {r.size} {mods}".strip(),
              params={"model": model, "size": r.size, "mods": mods, "steps": r.steps, "batch": r.batch, "examples": r.examples})
         for model in r.models for mods in r.mods
     ]  # fmt: skip
@@ -84,7 +84,7 @@ def _probe(p: Probe) -> list[Cell]:
     sizes = {"m": p.m, "k": p.k, "n": p.n}
 
     def cell(function: str, params: dict[str, Any], label: str) -> Cell:
-        return Cell(study=STUDY, measure=f"{HERE}.cells_probe:{function}", params=params, needs=needs, label=label)
+        return Cell(study=STUDY, measure=f"{HERE}.cells.probing:{function}", params=params, needs=needs, label=label)
 
     stream = {"m": 512, "k": 256, "n": 128, "draws": 16, "streams": 100, "threshold_db": INNER_DB}
     overhead = {"model": "wukong", "size": "5.6", "mods": ALL_MODS, "batch": 6144, "every": 100, "pieces": 6, "warmup": 10, "compiled": True}
@@ -92,12 +92,12 @@ def _probe(p: Probe) -> list[Cell]:
         *(cell("validation", {"distribution": d, **sizes}, f"predicted and true rows, {d}") for d in p.distributions),
         *(cell("stopping", {"distribution": d, "recipe": r, **stream}, f"when the probe stops, {d} {r}") for d in ("gaussian", "row-scaled") for r in ("tensorwise", "rowwise")),
         cell("surrogate_failures", {"m": 4096, "k": 256, "n": 128, "rows": 512, "draws": 20, "seeds": 8}, "the paper's probe beside the truth"),
-        *(_exclusive("cells_probe:overhead", overhead, f"time training with the probe #{i}", i) for i in range(p.overhead)),
+        *(_exclusive("cells.probing:overhead", overhead, f"time training with the probe #{i}", i) for i in range(p.overhead)),
     ]  # fmt: skip
 
 
 def _filter() -> Cell:
-    return Cell(study=STUDY, measure=f"{HERE}.filter_cells:torchao_filter", params={"models": [list(m) for m in MODELS]}, label="torchao's automatic filter on the models")
+    return Cell(study=STUDY, measure=f"{HERE}.measures.filter:torchao_filter", params={"models": [list(m) for m in MODELS]}, label="torchao's automatic filter on the models")
 
 
 # ---- training ------------------------------------------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ def _quality(q: Quality, planners: Cell | None) -> list[Cell]:
 
 def quality(q: Quality, arm: str, seed: int, planners: Cell | None = None) -> Cell:
     params = {"arm": arm, "model": "wukong", "size": q.size, "mods": q.mods, "data": q.data, "steps": q.steps, "batch": q.batch, "test_rows": q.test_rows}
-    return Cell(study=STUDY, measure=f"{HERE}.quality:quality", params=params, seed=seed, needs=Needs(device=q.device, memory_gib=3, time_limit_s=1800),
+    return Cell(study=STUDY, measure=f"{HERE}.learning.quality:quality", params=params, seed=seed, needs=Needs(device=q.device, memory_gib=3, time_limit_s=1800),
                 inputs={"planners": planners} if planners else {}, label=" ".join(filter(None, ("quality", arm, f"wukong {q.size}", q.mods, q.data, f"seed {seed}"))))  # fmt: skip
 
 
 def _logs(g: Logs) -> list[Cell]:
     training = {"model": "wukong", "size": "small", "steps": g.steps, "batch": g.batch}
     return [
-        Cell(study=STUDY, measure=f"{HERE}.cells_real:real_change", seed=1, needs=Needs(device=g.device, memory_gib=3, time_limit_s=1800, packages=("pandas", "pyarrow") if data in PARQUET else ()), label=f"{recipe} on {data}",
+        Cell(study=STUDY, measure=f"{HERE}.cells.real:real_change", seed=1, needs=Needs(device=g.device, memory_gib=3, time_limit_s=1800, packages=("pandas", "pyarrow") if data in PARQUET else ()), label=f"{recipe} on {data}",
              params={"data": data, "training": training, "recipe": recipe, "heads": False, "rows": g.rows, "chunk": 4096})
         for data in g.data for recipe in g.recipes
     ]  # fmt: skip
@@ -134,7 +134,7 @@ def _pricing(p: Pricing) -> list[Cell]:
 
     def cell(function: str, label: str, params: dict[str, Any], inputs: dict[str, Cell]) -> Cell:
         needs = Needs(device=p.device, memory_gib=3, time_limit_s=1800, packages=("scipy",))
-        return Cell(study=STUDY, measure=f"{HERE}.cells_pricing:{function}", params={**shared, **params}, inputs=inputs, label=f"{label}, wukong {p.size}", seed=1, needs=needs)
+        return Cell(study=STUDY, measure=f"{HERE}.cells.pricing:{function}", params={**shared, **params}, inputs=inputs, label=f"{label}, wukong {p.size}", seed=1, needs=needs)
 
     trained = cell("trained", "trained on known probabilities", {}, {})
     flips = cell("flips", "every site in FP8 alone, predicted and measured loss", {"recipes": list(p.forward), "rows": p.rows, "calibration": p.calibration, "chunk": chunk}, {"trained": trained})
@@ -161,12 +161,12 @@ def crossover(name: str, shape: Shape, which: str, t: Timing) -> Cell:
     recipes = {"forward": FORWARD, "dgrad": DGRAD, "wgrad": WGRAD}[which]
     params: dict[str, Any] = {"m": shape.m, "k": shape.k, "n": shape.n, "which": which, "recipes": list(recipes), "backends": list(t.backends),
                               "fused": ["rowwise-fast"] if which == "forward" else [], "rounds": 6, "launches": 8, "warmup_s": 0.2}  # fmt: skip
-    return _exclusive("cells_contests:crossover", params, f"time {which} {name}")
+    return _exclusive("cells.contests:crossover", params, f"time {which} {name}")
 
 
 def fused_quantise(m: int, k: int, *, norm: str = "blocknorm", activation: str = "hardswish", replicate: int = 0) -> Cell:
     params = {"m": m, "k": k, "norm": norm, "activation": activation, "granularity": "row", "keep": False, "rounds": 12, "launches": 8, "warmup_s": 0.5}
-    return _exclusive("cells_contests:fused_quantise", params, f"time {norm} + {activation} + quantise {m}x{k} #{replicate}", replicate)
+    return _exclusive("cells.contests:fused_quantise", params, f"time {norm} + {activation} + quantise {m}x{k} #{replicate}", replicate)
 
 
 def _whole_models(config: Config, planners: dict[str, Cell]) -> list[Cell]:
@@ -176,19 +176,19 @@ def _whole_models(config: Config, planners: dict[str, Cell]) -> list[Cell]:
     steps = [dense_step(s, inputs[s], i) for i in range(max((s.replicates for s in config.steps), default=0)) for s in config.steps if i < s.replicates]
     contest = {"size": "5.6", "batch": 6144, "training": True, "rounds": 8, "launches": 8, "warmup_s": 0.5}
     asked = {c.point for p in planners.values() for c in p.inputs.values()}  # times that planners ask for already
-    return [*(c for c in times.values() if c.point not in asked), *steps, *(_exclusive("cells_speed:mods_latency", contest, f"time a layer of Wukong-5.6 in 8 Mods #{i}", i) for i in range(5) if config.mods_latency)]
+    return [*(c for c in times.values() if c.point not in asked), *steps, *(_exclusive("cells.speed:mods_latency", contest, f"time a layer of Wukong-5.6 in 8 Mods #{i}", i) for i in range(5) if config.mods_latency)]
 
 
 def site_times(s: Steps) -> Cell:
     params = {"model": s.model, "size": s.size, "mods": s.mods, "batch": s.batch, "recipes": {"forward": list(FORWARD), "dgrad": list(DGRAD), "wgrad": list(WGRAD)},
               "backends": ["triton", "torch"], "rounds": 6, "launches": 8, "warmup_s": 0.2}  # fmt: skip
-    return _exclusive("cells_speed:site_times", params, f"time every product of {_model_name(s)}")
+    return _exclusive("cells.speed:site_times", params, f"time every product of {_model_name(s)}")
 
 
 def dense_step(s: Steps, inputs: dict[str, Cell], replicate: int) -> Cell:
     params = {"model": s.model, "size": s.size, "mods": s.mods, "batch": s.batch, "training": s.training, "variants": list(s.variants), "rounds": 6, "launches": 4, "warmup_s": 1.0,
               "table_rows": s.table_rows}  # fmt: skip
-    return _exclusive("cells_speed:dense_step", params, f"time {'training' if s.training else 'inference'} {_model_name(s)} #{replicate}", replicate, inputs)
+    return _exclusive("cells.speed:dense_step", params, f"time {'training' if s.training else 'inference'} {_model_name(s)} #{replicate}", replicate, inputs)
 
 
 def _model_name(s: Steps) -> str:

@@ -29,11 +29,11 @@ TASKS = "studies.loka.warm_tasks"
 STAND_IN = {"dispatch": "single rowwise", "planner": "single rowwise"}  # of a variant whose plan is found by other cells
 TRAINED_ELSEWHERE = ("ours", "loka")  # arms of quality whose plans are found by other cells
 NOT_PREPARED = {
-    "cells_pricing:trained": "trains in bf16: nothing of Triton's",
-    "cells_pricing:planners": "its products are those of flips",
-    "cells_real:real_change": "small products of one model, a minute of training each",
-    "cells_probe:validation": "one layer", "cells_probe:stopping": "one product", "cells_probe:surrogate_failures": "one product",
-    "cells_probe:overhead": "a model whose plain step is dense_step's",
+    "cells.pricing:trained": "trains in bf16: nothing of Triton's",
+    "cells.pricing:planners": "its products are those of flips",
+    "cells.real:real_change": "small products of one model, a minute of training each",
+    "cells.probing:validation": "one layer", "cells.probing:stopping": "one product", "cells.probing:surrogate_failures": "one product",
+    "cells.probing:overhead": "a model whose plain step is dense_step's",
 }  # fmt: skip
 
 
@@ -113,14 +113,14 @@ def _gradients(cell: Cell) -> Iterator[WarmTask]:
 
 # measure function -> its tasks; the kinds that take longest first
 BY_KIND: Mapping[str, Callable[[Cell], Iterator[WarmTask]]] = {
-    "cells_speed:dense_step": _steps,
-    "cells_speed:site_times": _products,
-    "cells_contests:crossover": _some("crossover", "m", "k", "n", "which", "recipes", "fused"),
-    "cells_contests:fused_quantise": _some("fused_quantise", "m", "k", "norm", "activation", "granularity", "keep"),
-    "cells_speed:mods_latency": _mods,
-    "quality:quality": _arm,
-    "captured:captured": _some("captured", "model", "size", "mods", "batch", "examples"),
-    "safety_map:safety": _some("safety", "which", "op", "products", "rows", "contracted"),
-    "cells_pricing:flips": _flips,
-    "cells_pricing:gradients": _gradients,
+    "cells.speed:dense_step": _steps,
+    "cells.speed:site_times": _products,
+    "cells.contests:crossover": _some("crossover", "m", "k", "n", "which", "recipes", "fused"),
+    "cells.contests:fused_quantise": _some("fused_quantise", "m", "k", "norm", "activation", "granularity", "keep"),
+    "cells.speed:mods_latency": _mods,
+    "learning.quality:quality": _arm,
+    "probing.captured:captured": _some("captured", "model", "size", "mods", "batch", "examples"),
+    "measures.safety_map:safety": _some("safety", "which", "op", "products", "rows", "contracted"),
+    "cells.pricing:flips": _flips,
+    "cells.pricing:gradients": _gradients,
 }

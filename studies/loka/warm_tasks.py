@@ -34,8 +34,8 @@ def crossover(device: str, *, m: int, k: int, n: int, which: str, recipes: Seque
 
 def products(device: str, *, model: str, size: str, batch: int, which: str, recipe: str, dtype: str) -> None:
     """One recipe of one pass at every site of a model."""
-    from studies.loka.model_sites import model_sites
-    from studies.loka.site_times import distinct
+    from studies.loka.sites.model_sites import model_sites
+    from studies.loka.measures.site_times import distinct
 
     for site, found in distinct(model_sites(model, size, batch)):
         if found == which:
@@ -44,7 +44,7 @@ def products(device: str, *, model: str, size: str, batch: int, which: str, reci
 
 def _run(device: str, site: object, which: str, recipes: Sequence[str], fused: Sequence[str], *, norm: str, dtype: torch.dtype = torch.bfloat16) -> None:
     """Triton's variants of a contest, and what it compares fused ones with, once on one set of operands. The other backend has the same quantising."""
-    from studies.loka.contests import Operands, entered, make_operands, program
+    from studies.loka.measures.contests import Operands, entered, make_operands, program
 
     made = make_operands(site, which, device, seed=1, sets=1)
     operands = Operands(sets=tuple(tuple(x.to(dtype) for x in pair) for pair in made.sets), transposed=made.transposed, size=made.size, which=which)
@@ -54,8 +54,8 @@ def _run(device: str, site: object, which: str, recipes: Sequence[str], fused: S
 
 
 def safety(device: str, *, which: str, op: str, products: int, rows: int, contracted: int) -> None:
-    """safety_map:safety with one draw."""
-    from studies.loka.safety_map import INNER_DB, judged, operands
+    """measures.safety_map:safety with one draw."""
+    from studies.loka.measures.safety_map import INNER_DB, judged, operands
 
     a, b = next(operands(1, which=which, op=op, products=products, rows=rows, contracted=contracted, distribution="gaussian"))
     judged([(a.to(device), b.to(device))], INNER_DB, device)
@@ -66,7 +66,7 @@ def fused_quantise(device: str, *, m: int, k: int, norm: str, activation: str, g
     from kernels.fp8.norm_quantise import norm_quantise
     from kernels.fp8.autograd import quantised
     from kernels.fp8.recipes import OperandRecipe
-    from studies.loka.contest_inputs import compiled_norm
+    from studies.loka.measures.contest_inputs import compiled_norm
 
     torch.compiler.reset()
     operand, x = OperandRecipe(fmt="e4m3", granularity=granularity), torch.ones((m, k), dtype=torch.bfloat16, device=device)
@@ -80,7 +80,7 @@ def fused_quantise(device: str, *, m: int, k: int, norm: str, activation: str, g
 
 def step(device: str, *, model: str, size: str, mods: str, batch: int, training: bool, variant: str) -> None:
     """model_speed:dense_step: one variant, compiled and run once."""
-    from studies.loka.model_speed import planned, step_of, subject_of, torchao_absent
+    from studies.loka.measures.model_speed import planned, step_of, subject_of, torchao_absent
 
     if variant == "torchao" and torchao_absent():
         return
@@ -99,8 +99,8 @@ def _wait_for_room(device: str, gib: int) -> None:
 
 def mods_layer(device: str, *, size: str, batch: int, training: bool, mods: str) -> None:
     """model_speed:mods_latency: a layer with these Mods, compiled and run once."""
-    from studies.loka.model_speed import run_layer
-    from studies.loka.training import mods_named
+    from studies.loka.measures.model_speed import run_layer
+    from studies.loka.learning.training import mods_named
     from studies.models.recommenders import PUBLISHED
     from studies.models.recommenders.inputs import example_inputs
     from studies.models.recommenders.mods import build
@@ -114,14 +114,14 @@ def mods_layer(device: str, *, size: str, batch: int, training: bool, mods: str)
 
 
 def arm(device: str, *, arm: str, model: str, size: str, mods: str, data: str, batch: int) -> None:
-    """quality:quality: one training step and one test batch."""
-    from studies.loka.quality import quality
+    """learning.quality:quality: one training step and one test batch."""
+    from studies.loka.learning.quality import quality
 
     quality(Context(device=device, seed=1), arm=arm, model=model, size=size, mods=mods, data=data, steps=1, batch=batch, test_rows=TEST_ROWS)
 
 
 def captured(device: str, *, model: str, size: str, mods: str, batch: int, examples: int) -> None:
-    """captured:captured after one training step."""
-    from studies.loka.captured import captured as whole
+    """probing.captured:captured after one training step."""
+    from studies.loka.probing.captured import captured as whole
 
     whole(Context(device=device, seed=1), model=model, size=size, mods=mods, steps=1, batch=batch, examples=examples)

@@ -58,7 +58,7 @@ class Rows:
         params = {"which": which, "op": op, "products": products, "rows": rows, "contracted": contracted, "distribution": distribution, "threshold_db": threshold}
         records = self.recipes(verdicts or {})
         safe = sum(r["verdict"] == "safe" and r["fp8"] for r in records)
-        return self.add("safety_map:safety", params, metrics={"safe_recipes": float(safe), "p01_db_tensorwise": 20.0, "p01_db_rowwise": 26.8, **fields.pop("metrics", {})}, records={"recipes": records}, **fields)
+        return self.add("measures.safety_map:safety", params, metrics={"safe_recipes": float(safe), "p01_db_tensorwise": 20.0, "p01_db_rowwise": 26.8, **fields.pop("metrics", {})}, records={"recipes": records}, **fields)
 
     @staticmethod
     def recipes(verdicts: Mapping[str, str]) -> list[dict]:
@@ -67,47 +67,47 @@ class Rows:
     def captured(self, verdicts: Mapping[str, str] | None = None, **fields: Any) -> Row:
         sites = [{"site": s, "op": "linear", "which": w, "head": s == "over.3:linear", "threshold_db": 25.6, "recipes": self.recipes(verdicts or {} if s != "over.3:linear" else dict.fromkeys(RECIPES, "unsafe"))}
                  for s in ("dense.0:linear", "over.3:linear") for w in ("forward", "wgrad")]  # fmt: skip
-        return self.add("captured:captured", {"model": "wukong", "size": "small", "mods": "", "steps": 200, "batch": 512, "examples": 512}, records={"sites": sites}, **fields)
+        return self.add("probing.captured:captured", {"model": "wukong", "size": "small", "mods": "", "steps": 200, "batch": 512, "examples": 512}, records={"sites": sites}, **fields)
 
     def filtered(self, converted: int = 0, **fields: Any) -> Row:
         counts, shares = {"tensorwise": converted, "rowwise": 0}, {"tensorwise": converted / 8, "rowwise": 0.0}
         record = [{"model": "dlrm_v2 mlperf", "products": 14, "seen": 8, "converted": counts, "flops_share": shares}]
-        return self.add("filter_cells:torchao_filter", {"models": [["dlrm_v2", "mlperf"]]}, records={"filter": record}, kind="measured", **fields)
+        return self.add("measures.filter:torchao_filter", {"models": [["dlrm_v2", "mlperf"]]}, records={"filter": record}, kind="measured", **fields)
 
     def validation(self, distribution: str = "gaussian", gap: float = 0.4, **fields: Any) -> Row:
         found = [{"which": w, "recipe": r, "rows": 1024, **{f"{k}_{q}_db": v for q in ("p01", "median") for k, v in (("true", 26.0), ("predicted", 26.0 + gap), )}, "p01_gap_db": gap, "median_gap_db": 0.1}
                  for w in ("forward", "dgrad", "wgrad") for r in RECIPES if r != "bf16"]  # fmt: skip
-        return self.add("cells_probe:validation", {"distribution": distribution, "m": 1024, "k": 256, "n": 128}, metrics={"prediction_error_db": gap}, records={"recipes": found}, **fields)
+        return self.add("cells.probing:validation", {"distribution": distribution, "m": 1024, "k": 256, "n": 128}, metrics={"prediction_error_db": gap}, records={"recipes": found}, **fields)
 
     def surrogate(self, gap: float = 19.9, spread: float = 1.7, **fields: Any) -> Row:
         laws = [{"distribution": "row-scaled", "true_p01_db": 7.8, "ours_p01_db": 8.0, "surrogate_p01_db": 7.8 + gap, "mean_of_ratios": 0.3, "ratio_of_sums": 0.04, "true_ratio_of_sums": 0.04}]
         tries = [{"mean_of_ratios": 0.3, "ratio_of_sums": 0.04}, {"mean_of_ratios": 0.3 * spread, "ratio_of_sums": 0.0401}]
-        return self.add("cells_probe:surrogate_failures", {"m": 4096}, metrics={"surrogate_gap_db": gap, "mere_spread": spread}, records={"laws": laws, "mere": tries}, **fields)
+        return self.add("cells.probing:surrogate_failures", {"m": 4096}, metrics={"surrogate_gap_db": gap, "mere_spread": spread}, records={"laws": laws, "mere": tries}, **fields)
 
     def stopping(self, wrong: float = 0.0, **fields: Any) -> Row:
         stream = [{"share_below": 0.2, "rows": 8192, "truth": "unsafe", "low": 0.18, "high": 0.22}]
-        return self.add("cells_probe:stopping", {"distribution": "row-scaled", "recipe": "tensorwise"}, metrics={"stop_error_share": wrong, "stop_rows": 64.0}, records={"stream": stream}, **fields)
+        return self.add("cells.probing:stopping", {"distribution": "row-scaled", "recipe": "tensorwise"}, metrics={"stop_error_share": wrong, "stop_rows": 64.0}, records={"stream": stream}, **fields)
 
     def overhead(self, logs: float, **fields: Any) -> Row:
         params = {"model": "wukong", "size": "5.6", "batch": 6144, "every": 100, "compiled": True}
-        return self.add("cells_probe:overhead", params, metrics={"log_probe_overhead": logs, "step_us": 9000.0}, device=H200, **fields)
+        return self.add("cells.probing:overhead", params, metrics={"log_probe_overhead": logs, "step_us": 9000.0}, device=H200, **fields)
 
     def log(self, change: float, data: str = "movielens-1m", *, half: float = 2e-5, **fields: Any) -> Row:
         more = {"loss_change": change, "loss_low": change - half, "loss_high": change + half, "detectable": 1.4 * half, "rows": 1e6}
-        return self.add("cells_real:real_change", {"data": data, "recipe": "rowwise"}, metrics={"auc": 0.8}, facts={"verdict": "within"}, records={"more": more}, **fields)
+        return self.add("cells.real:real_change", {"data": data, "recipe": "rowwise"}, metrics={"auc": 0.8}, facts={"verdict": "within"}, records={"more": more}, **fields)
 
     def planners(self, **fields: Any) -> Row:
         lines = [{"planner": p, "made_by": p, "products": n, "heads": 0, "step_us": 90.0, "speedup": 1.0 + n / 100, "predicted": None if p == "torchao" else n / 1e6, "predicted_forward": None,
                   "measured": n / 1e6, "low": n / 2e6, "high": n / 5e5, "time_kind": "simulated"} for p, n in (("bf16", 0), ("torchao", 30), ("ours", 20))]  # fmt: skip
         params = {"training": {"size": "small", "steps": 400, "batch": 1024}, "data": {"largest": 50}, "rows": 32768, "chunk": 4096, "budget": 2e-4, "examples": 8192, "width": 32}
-        return self.add("cells_pricing:planners", params, records={"planners": lines, "plans": {}}, kind="simulated", **fields)
+        return self.add("cells.pricing:planners", params, records={"planners": lines, "plans": {}}, kind="simulated", **fields)
 
     # ---- log-loss ----
 
     def quality(self, arm: str, changes: list[float], *, device: str = CPU, mods: str = "", size: str = "small", fields: Mapping[str, Any] | None = None) -> None:
         """Seeds 1, 2, ... whose losses are bf16's times 1 + change."""
         for seed, change in enumerate(changes, 1):
-            self.add("quality:quality", {**QUALITY, "arm": arm, "mods": mods, "size": size}, metrics={"log_loss": (0.5 + seed / 1000) * (1 + change), "diverged": 0.0}, seed=seed, device=device, **(fields or {}))
+            self.add("learning.quality:quality", {**QUALITY, "arm": arm, "mods": mods, "size": size}, metrics={"log_loss": (0.5 + seed / 1000) * (1 + change), "diverged": 0.0}, seed=seed, device=device, **(fields or {}))
 
     def arms(self, ours: list[float], *, spread: float = 1e-5, bad: float = 0.01, **where: Any) -> None:
         n = len(ours)
@@ -121,7 +121,7 @@ class Rows:
         """(predicted, measured) changes; points go round the sites. The noise ranks as given, else at random."""
         made = [{"site": f"s{i % sites}:linear", "recipe": "rowwise" if i % 2 else "tensorwise", "error": e, "measured": m, "standard_error": 1e-9, "excluded": False,
                  "noise_to_signal": (noise or [((7 * j) % 11) / 11 for j in range(len(points))])[i]} for i, (e, m) in enumerate(points)]  # fmt: skip
-        return self.add("cells_pricing:flips", {"rows": 32768}, metrics={"log_loss": 0.5}, records={"points": made}, **fields)
+        return self.add("cells.pricing:flips", {"rows": 32768}, metrics={"log_loss": 0.5}, records={"points": made}, **fields)
 
     # ---- time ----
 
@@ -129,7 +129,7 @@ class Rows:
         records = {"more": {"log_speedup_step_dispatch": whole}} if whole else {}
         records["variants"] = [{"variant": "bf16", "fp8_products": 0, "log_speedup": 0.0}, {"variant": "dispatch", "fp8_products": 30, "log_speedup": logs.get("log_speedup_dispatch", 0.1)}]
         records["unsupported"] = [{"variant": "torchao", "why": "torchao is not installed here"}]
-        return self.add("cells_speed:dense_step", {**STEP, "mods": mods, "training": training}, metrics={"step_us": 9000.0, **logs}, records=records, device=device, **fields)
+        return self.add("cells.speed:dense_step", {**STEP, "mods": mods, "training": training}, metrics={"step_us": 9000.0, **logs}, records=records, device=device, **fields)
 
     def everything(self) -> None:
         for distribution in ("gaussian", "row-scaled"):
@@ -150,14 +150,14 @@ class Rows:
         self.flips([(1e-6 * 1.3**i, 1.1e-6 * 1.3**i) for i in range(44)])
         variants = [{"variant": "whole", "work": "whole", "recipe": "rowwise-fast", "backend": "triton", "log_speedup": 0.2}]
         for m, n in ((2048, 128), (8192, 1024), (8192, 4096)):
-            self.add("cells_contests:crossover", {"m": m, "k": n, "n": n, "which": "forward"}, metrics={"bf16_us": n / 10, "log_speedup_whole": math.log(n / 1000), "log_speedup_product": 0.5}, records={"variants": variants}, device=H200)
+            self.add("cells.contests:crossover", {"m": m, "k": n, "n": n, "which": "forward"}, metrics={"bf16_us": n / 10, "log_speedup_whole": math.log(n / 1000), "log_speedup_product": 0.5}, records={"variants": variants}, device=H200)
         for replicate in range(5):
             bandwidth = {"fused_us": 200.0, "copy_gbps": 4200.0, "log_bandwidth_share": math.log(0.9) + replicate / 1e4, "log_speedup_over_compiled": 0.3, "log_speedup_over_separate": 0.6}
-            self.add("cells_contests:fused_quantise", {"m": 65536, "k": 4096, "norm": "blocknorm", "activation": "hardswish", "granularity": "row", "keep": False}, metrics=bandwidth, replicate=replicate, device=H200)
+            self.add("cells.contests:fused_quantise", {"m": 65536, "k": 4096, "norm": "blocknorm", "activation": "hardswish", "granularity": "row", "keep": False}, metrics=bandwidth, replicate=replicate, device=H200)
             jitter = replicate / 1e4
             self.overhead(0.003 + jitter, replicate=replicate)
             self.step({"log_speedup_dispatch": 0.25 + jitter, "log_speedup_single": 0.2, "log_dispatch_over_single": 0.05 + jitter, "log_speedup_torchao": -0.2 + jitter}, replicate=replicate)
             for training in (True, False):
                 self.step({"log_speedup_dispatch": 0.36 + jitter, "log_speedup_single": 0.3, "amdahl_cap": 1.6}, mods=ALL_MODS, training=training, replicate=replicate, whole=0.1 + jitter if training else None)
             mods = [{"mods": m, "us": 100.0, "log_speedup": 0.1 * i + jitter} for i, m in enumerate(MODS_2K)]
-            self.add("cells_speed:mods_latency", {"size": "5.6"}, metrics={"layer_us": 100.0, "log_speedup_mods": 0.7 + jitter}, records={"mods": mods}, replicate=replicate, device=H200)
+            self.add("cells.speed:mods_latency", {"size": "5.6"}, metrics={"layer_us": 100.0, "log_speedup_mods": 0.7 + jitter}, records={"mods": mods}, replicate=replicate, device=H200)

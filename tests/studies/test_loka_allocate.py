@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from studies.loka.allocate import Candidate, allocate, greedy
-from studies.loka.registry import trace
-from studies.loka.rules import best_single, converts, loka, oracle, torchao_all, torchao_filter, uniform
+from studies.loka.pricing.allocate import Candidate, allocate, greedy
+from studies.loka.sites.registry import trace
+from studies.loka.pricing.rules import best_single, converts, loka, oracle, torchao_all, torchao_filter, uniform
 from studies.loka.site import Plan, Site
 from studies.models.recommenders import MODELS
 

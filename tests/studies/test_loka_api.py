@@ -1,4 +1,4 @@
-"""The public API: light to import, its verbs stay verbs, and a plan takes what is safe and measured to be faster."""
+"""The public API: light to import, its functions stay functions, and a plan takes what is safe and measured to be faster."""
 
 import importlib
 import math
@@ -13,12 +13,12 @@ from torch import nn
 
 from kernels.fp8.recipes import RECIPES, gemm
 from studies import loka
-from studies.loka.distributions import draw
-from studies.loka.planning import PREFERRED, judged, plan, tail
-from studies.loka.predict import predict
-from studies.loka.readings import Readings, SiteReading
-from studies.loka.safety_map import INNER_DB
-from studies.loka.sketch import sketch
+from studies.loka.probing.distributions import draw
+from studies.loka.sites.planning import PREFERRED, judged, plan, tail
+from studies.loka.probing.predict import predict
+from studies.loka.probing.readings import Readings, SiteReading
+from studies.loka.measures.safety_map import INNER_DB
+from studies.loka.probing.sketch import sketch
 
 ROOT = Path(__file__).parents[2]
 M, K, N = 512, 256, 64
@@ -32,12 +32,13 @@ def test_importing_the_study_loads_no_torch():
     assert run("import sys; from studies import loka; loka.__all__; print('torch' in sys.modules)") == "False"
 
 
-def test_verbs_can_be_called_as_functions_and_as_the_modules_that_imports_leave_in_their_place():
+def test_functions_stay_functions_when_the_modules_of_their_names_were_imported():
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    for get in (loka.__getattr__, lambda verb: importlib.import_module(f"studies.loka.{verb}")):
-        readings = get("probe")(model, [x], rows=2)
-        assert list(readings.sites) == [":linear"]
-        assert torch.equal(get("apply")(model, loka.plan(readings), x)(x), loka.apply(model, loka.plan(readings), x)(x))
+    for module in ("sites.apply", "probing.probe"):
+        importlib.import_module(f"studies.loka.{module}")
+    readings = loka.probe(model, [x], rows=2)
+    assert list(readings.sites) == [":linear"]
+    assert torch.equal(loka.apply(model, loka.plan(readings), x)(x), loka.apply(model, loka.plan(readings), x)(x))
 
 
 def test_every_public_name_is_there_and_no_other():

@@ -8,9 +8,9 @@ import torch
 
 from kernels.exact.philox import philox_bell
 from kernels.fp8.recipes import RECIPES
-from studies.loka.apply import apply
-from studies.loka.fuse import fused
-from studies.loka.registry import trace
+from studies.loka.sites.apply import apply
+from studies.loka.sites.fuse import fused
+from studies.loka.sites.registry import trace
 from studies.loka.site import Plan
 from studies.models.recommenders import LOKA_MODS, MODELS, PUBLISHED, Mods
 from studies.models.recommenders.mods import Mlp, build

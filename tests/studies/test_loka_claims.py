@@ -4,11 +4,15 @@ import math
 
 import pytest
 
-from studies.loka import findings_loss, findings_speed, presets
+from studies.loka.report import findings_loss
+
+from studies.loka.report import findings_speed
+
+from studies.loka import presets
 from studies.loka.presets import ALL_MODS
 from studies.loka.questions import questions
 from studies.loka.study import STUDY
-from studies.loka.tost import MARGIN
+from studies.loka.learning.tost import MARGIN
 from suite.claims import judge_all
 from tests.studies.loka_rows import CPU, H200, L4, Rows
 
@@ -220,7 +224,7 @@ def test_noise_that_ranks_as_well_is_not_beaten(rows):
 
 def test_excluded_points_are_left_out_and_counted(rows):
     record = rows.flips(line(44)).record("points")
-    rows.add("cells_pricing:flips", {}, metrics={"log_loss": 0.5}, records={"points": record + [{**record[0], "excluded": True, "measured": -1.0}]})
+    rows.add("cells.pricing:flips", {}, metrics={"log_loss": 0.5}, records={"points": record + [{**record[0], "excluded": True, "measured": -1.0}]})
     j = {j.id: j for j in judge_all(STUDY, rows.view(rows.made[1:]))}["loss_prediction"]
     assert j.n == 44 and "1 within two standard errors" in j.note
 
@@ -266,7 +270,7 @@ def test_one_process_that_measured_twice_counts_once(rows):
 def test_a_missing_shape_of_the_map_is_seen(rows):
     cells = [c for c in questions(presets.gpu()) if c.measure.endswith(":crossover")][:3]
     for c in cells[:2]:
-        rows.add("cells_contests:crossover", c.params, point=c.point, metrics={"bf16_us": 1.0}, device=H200)
+        rows.add("cells.contests:crossover", c.params, point=c.point, metrics={"bf16_us": 1.0}, device=H200)
     assert judged(rows, "crossover_map", tuple(cells)).value == pytest.approx(2 / 3)
     assert judged(rows, "crossover_map", tuple(cells[:2])).verdict == "REPRODUCED"
     assert CPU not in judged(rows, "crossover_map").machine

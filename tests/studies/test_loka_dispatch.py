@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from studies.loka.dispatch import Dispatch, Reading, Rules
+from studies.loka.sites.dispatch import Dispatch, Reading, Rules
 from studies.loka.site import Plan
 
 THRESHOLD, MARGIN, DWELL = 25.0, 1.0, 100

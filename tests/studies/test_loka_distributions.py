@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from studies.loka.distributions import DECADES, DISTRIBUTIONS, LOG_SPREAD, OUTLIER, OUTLIERS_IN, draw, normals
+from studies.loka.probing.distributions import DECADES, DISTRIBUTIONS, LOG_SPREAD, OUTLIER, OUTLIERS_IN, draw, normals
 
 R, C = 512, 1024
 N = R * C

@@ -9,8 +9,8 @@ from torch import nn
 
 from kernels.fp8.autograd import product
 from kernels.fp8.recipes import gemm
-from studies.loka.gradient_price import adam_preconditioner, gradient_errors
-from studies.loka.registry import trace
+from studies.loka.pricing.gradient_price import adam_preconditioner, gradient_errors
+from studies.loka.sites.registry import trace
 
 # The stationary law holds to first order in rate x the largest eigenvalue of P H (0.02 here); 300 chains of 16 coordinates, 20 looks far apart
 # (relative error 1 / sqrt(300 x 20 x 8) = 0.5%), with a factor of 4.
@@ -130,7 +130,7 @@ def test_the_preconditioner_is_adam_s_and_weighs_each_parameter(case):
 
 @pytest.mark.parametrize(
     ("product_", "count", "rule"),
-    [(("first:linear", "forward", "rowwise"), 4, "studies.loka.price"), (("third:linear", "wgrad", "rowwise"), 4, "a site is one of"), (("first:linear", "wgrad", "rowwise"), 1, "two batches")],
+    [(("first:linear", "forward", "rowwise"), 4, "studies.loka.pricing.price"), (("third:linear", "wgrad", "rowwise"), 4, "a site is one of"), (("first:linear", "wgrad", "rowwise"), 1, "two batches")],
 )
 def test_what_has_no_gradient_error_is_refused(case, product_, count, rule):
     _, registry, batches = case

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from studies.loka.metrics import auc, detectable_change, log_loss, losses, normalised_entropy, relative_change
+from studies.loka.pricing.metrics import auc, detectable_change, log_loss, losses, normalised_entropy, relative_change
 
 # Coverage of a 95% interval in 400 repetitions: 380 on average, standard deviation sqrt(400 x 0.95 x 0.05) = 4.4; four of them either way.
 REPEATS, COVERED = 400, (362, 397)

@@ -8,11 +8,11 @@ from torch import nn
 
 from kernels.fp8.quantise import quantise_ref
 from kernels.fp8.recipes import gemm
-from studies.loka.apply import apply, replacement, rewrite
-from studies.loka.flip import Change, flips, in_recipe, measured_change
-from studies.loka.metrics import losses
-from studies.loka.price import Tap, backward_product, noise_to_signal, price, relative_errors, tap
-from studies.loka.registry import trace
+from studies.loka.sites.apply import apply, replacement, rewrite
+from studies.loka.pricing.flip import Change, flips, in_recipe, measured_change
+from studies.loka.pricing.metrics import losses
+from studies.loka.pricing.price import Tap, backward_product, noise_to_signal, price, relative_errors, tap
+from studies.loka.sites.registry import trace
 from studies.loka.site import Plan
 
 B = 512

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from kernels.fp8.recipes import gemm
-from studies.loka import pricing_cells as cells
-from studies.loka.apply import apply
-from studies.loka.metrics import losses
-from studies.loka.roofline import time_us
+from studies.loka.measures import pricing as cells
+from studies.loka.sites.apply import apply
+from studies.loka.pricing.metrics import losses
+from studies.loka.pricing.roofline import time_us
 from studies.loka.site import Gemm, Plan
 from suite.measure import Context
 

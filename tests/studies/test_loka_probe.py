@@ -6,9 +6,9 @@ from torch import nn
 
 from kernels.fp8.emulate import product_ref
 from kernels.fp8.recipes import gemm
-from studies.loka.predict import predict
-from studies.loka.probe import Probe, bytes_read, probe
-from studies.loka.readings import read_readings, write_readings
+from studies.loka.probing.predict import predict
+from studies.loka.probing.probe import Probe, bytes_read, probe
+from studies.loka.probing.readings import read_readings, write_readings
 from studies.loka.site import Site
 from studies.models.recommenders import MODELS, PUBLISHED
 

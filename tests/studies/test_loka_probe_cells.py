@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kernels.fp8.recipes import GEMMS
-from studies.loka.probe_cells import overhead, stopping, surrogate_failures, validation
+from studies.loka.measures.probing import overhead, stopping, surrogate_failures, validation
 from suite.measure import Context
 
 CPU = Context(device="cpu", seed=1)

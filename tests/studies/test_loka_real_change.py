@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from studies.loka import real_cells
+from studies.loka.measures import real as real_cells
 from studies.loka.data.table import Table
-from studies.loka.metrics import relative_change
+from studies.loka.pricing.metrics import relative_change
 from suite.measure import Context
 
 TRAINING = {"model": "wukong", "size": "small", "steps": 15, "batch": 256, "table_rows": 64, "dense_rate": 1e-2}

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from studies.loka.apply import replacement, rewrite
-from studies.loka.products import multiply
-from studies.loka.registry import trace
+from studies.loka.sites.apply import replacement, rewrite
+from studies.loka.sites.products import multiply
+from studies.loka.sites.registry import trace
 from studies.models.recommenders import LOKA_MODS, MODELS, PUBLISHED, Mods
 
 BATCH = 3

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from studies.loka.distributions import draw
-from studies.loka.reservoir import chosen, sample
-from studies.loka.sketch import RMS_BINS, Sketch, look, sketch
+from studies.loka.probing.distributions import draw
+from studies.loka.probing.reservoir import chosen, sample
+from studies.loka.probing.sketch import RMS_BINS, Sketch, look, sketch
 
 # Sums in float64 of n numbers in another order differ by n 2^-53 of the sum of magnitudes at most; column sums of squares are float32 within a step.
 SUM_RTOL, COLUMN_RTOL = 1e-10, 1e-5

@@ -8,9 +8,11 @@ import json
 import pytest
 import torch
 
-from studies.loka import contests, model_speed
-from studies.loka.replay import Replayed, shared_pool
-from studies.loka.site_times import site_times
+from studies.loka.measures import contests
+
+from studies.loka.measures import model_speed
+from studies.loka.measures.replay import Replayed, shared_pool
+from studies.loka.measures.site_times import site_times
 from suite.measure import Context
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -18,16 +18,17 @@ import pytest
 import torch
 
 from kernels.fp8.recipes import GEMMS, gemm
-from studies.loka import captured as real
-from studies.loka import presets, questions, safety_map
+from studies.loka.probing import captured as real
+from studies.loka.measures import safety_map
+from studies.loka import presets, questions
 from studies.loka.data.planted import Planted
 from studies.loka.declared import kept
-from studies.loka.distributions import DISTRIBUTIONS
-from studies.loka.filter_cells import torchao_filter
-from studies.loka.model_sites import model_sites, traced
-from studies.loka.safety_map import budget_db, operands, quantile_bounds, row_sqnr_db, safety, verdict
+from studies.loka.probing.distributions import DISTRIBUTIONS
+from studies.loka.measures.filter import torchao_filter
+from studies.loka.sites.model_sites import model_sites, traced
+from studies.loka.measures.safety_map import budget_db, operands, quantile_bounds, row_sqnr_db, safety, verdict
 from studies.loka.study import STUDY
-from studies.loka.training import Learner, Training
+from studies.loka.learning.training import Learner, Training
 from suite.measure import Context, Result
 
 PRODUCT_DB = 0.3
@@ -211,7 +212,11 @@ def test_what_is_not_declared_stays_in_the_bundle():
 
 
 def test_cells_keep_declared_metrics_only():
-    from studies.loka import cells_contests, cells_pricing, cells_probe, cells_real, cells_speed
+    from studies.loka.cells import contests as cells_contests
+    from studies.loka.cells import pricing as cells_pricing
+    from studies.loka.cells import probing as cells_probe
+    from studies.loka.cells import real as cells_real
+    from studies.loka.cells import speed as cells_speed
 
     for module in (cells_contests, cells_pricing, cells_probe, cells_real, cells_speed):
         for name in module.__all__:
@@ -260,7 +265,7 @@ def test_the_head_is_asked_for_32_db_forward_only():
 
 @pytest.mark.parametrize("model, size", [("dlrm_v2", "mlperf"), ("wukong", "5.6"), ("hstu", "dlrm-v3"), ("rankmixer", "100m")])
 def test_the_table_of_sites_is_what_the_registry_traces(model, size):
-    from studies.loka.model_sites import _table
+    from studies.loka.sites.model_sites import _table
 
     assert traced(model, size) == _table()[f"{model} {size}"]
 

@@ -8,9 +8,9 @@ import torch
 
 from kernels.fp8.emulate import product_ref
 from kernels.fp8.recipes import gemm
-from studies.loka.distributions import draw
-from studies.loka.predict import predict_tensors
-from studies.loka.surrogate import THRESHOLD, GaussianRows, MatrixNormal, mere, row_db, surrogate
+from studies.loka.probing.distributions import draw
+from studies.loka.probing.predict import predict_tensors
+from studies.loka.probing.surrogate import THRESHOLD, GaussianRows, MatrixNormal, mere, row_db, surrogate
 
 # E4M3 by E4M3 has 28.6 dB (notes: 28.4 ... 28.8), so error and output are normal with the ratio r = 10^(-28.6 / 20) of standard deviations: the ratio of
 # sums is r within 2.5%, and the median of |e / y| is r, for a Cauchy variable's median is its scale.

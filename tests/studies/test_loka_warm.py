@@ -13,7 +13,9 @@ import torch
 from kernels.exact.audit.specimen import captured, compile_specimen
 from kernels.fp8 import norm_quantise as fused_kernel
 from kernels.fp8.norm_quantise import norm_quantise_ref
-from studies.loka import contests, model_speed, presets, warm_tasks
+from studies.loka.measures import contests
+from studies.loka.measures import model_speed
+from studies.loka import presets, warm_tasks
 from studies.loka.questions import questions
 from studies.loka.study import STUDY
 from studies.loka.warm import BY_KIND, NOT_PREPARED, warm
@@ -48,13 +50,13 @@ def test_every_product_that_a_cell_times_is_compiled_ahead() -> None:
     """By pass, sizes and recipe of crossover cells, and by model, pass and recipe of site_times."""
     of = lambda name: [t.params for t in TASKS if t.run.endswith(f":{name}")]  # noqa: E731
     keys = ("m", "k", "n", "which", "recipes", "fused")
-    assert [{k: c.params[k] for k in keys} for c in GPU if kind(c) == "cells_contests:crossover"] == of("crossover")
-    wanted = {(c.params["model"], c.params["size"], c.params["batch"], w, r) for c in GPU if kind(c) == "cells_speed:site_times" for w, rs in c.params["recipes"].items() for r in rs}
+    assert [{k: c.params[k] for k in keys} for c in GPU if kind(c) == "cells.contests:crossover"] == of("crossover")
+    wanted = {(c.params["model"], c.params["size"], c.params["batch"], w, r) for c in GPU if kind(c) == "cells.speed:site_times" for w, rs in c.params["recipes"].items() for r in rs}
     assert wanted <= {(p["model"], p["size"], p["batch"], p["which"], p["recipe"]) for p in of("products") if p["dtype"] == "bfloat16"}
 
 
 def test_variants_are_those_of_the_cells_and_found_plans_have_stand_ins() -> None:
-    asked = {(c.params["model"], c.params["size"], c.params["mods"], c.params["training"], v) for c in GPU if kind(c) == "cells_speed:dense_step" for v in c.params["variants"]}
+    asked = {(c.params["model"], c.params["size"], c.params["mods"], c.params["training"], v) for c in GPU if kind(c) == "cells.speed:dense_step" for v in c.params["variants"]}
     prepared = {(p["model"], p["size"], p["mods"], p["training"], p["variant"]) for p in (t.params for t in TASKS if t.run.endswith(":step"))}
     fixed = {a for a in asked if a[-1].split()[0] not in ("dispatch", "planner")}
     assert fixed <= prepared and not any(p[-1].split()[0] in ("dispatch", "planner") for p in prepared)

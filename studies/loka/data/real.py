@@ -5,7 +5,7 @@
     open_bandit(seed=0)         # impressions and clicks (0.5%) of a fashion shop
     adult(seed=0)               # census rows, income above 50K
 
-The last three are too small to decide a relative change of 0.02% (studies.loka.metrics.detectable_change says what they can): they show
+The last three are too small to decide a relative change of 0.02% (studies.loka.pricing.metrics.detectable_change says what they can): they show
 distributions. `seed` shuffles the training part and draws the negatives, by Philox. Nothing here scales or drops a feature; counts are log1p.
 """
 

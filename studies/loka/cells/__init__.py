@@ -1,0 +1,1 @@
+"""Cells: the functions of studies.loka.measures with the metrics that the study declares (studies.loka.declared)."""

@@ -1,0 +1,1 @@
+"""Report: what claims find in the rows (findings), and the tables, figures and matrices that show them (exhibits)."""
