@@ -195,23 +195,23 @@ def tensor_amax_kernel(x_ptr, partial_ptr, tiles, R, C, stride_batch, stride_row
 
 
 @triton.jit
-def column_amax_kernel(x_ptr, partial_ptr, R, C, stride_batch, stride_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr):
-    """partial_ptr [batch, SPLITS, C]: the i-th of SPLITS programs of a tile of columns takes its row tiles i, i + SPLITS, ..."""
-    batch, split, _, _, column = _tile(tl.program_id(0), SPLITS, C, 1, COLUMNS)
+def column_amax_kernel(x_ptr, partial_ptr, splits, R, C, stride_batch, stride_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """partial_ptr [batch, splits, C]: the i-th of splits programs of a tile of columns takes its row tiles i, i + splits, ..."""
+    batch, split, _, _, column = _tile(tl.program_id(0), splits, C, 1, COLUMNS)
     top = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for step in range(split, tl.cdiv(R, ROWS), SPLITS):
+    for step in range(split, tl.cdiv(R, ROWS), splits):
         row = (step * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
         top = tl.maximum(top, finite_abs(_load(x_ptr, batch, row, column, R, C, stride_batch, stride_row)))
-    tl.store(partial_ptr + (batch * SPLITS + split) * C + column, tl.max(top, 0, keep_dims=True), mask=column < C)
+    tl.store(partial_ptr + (batch * splits + split) * C + column, tl.max(top, 0, keep_dims=True), mask=column < C)
 
 
 @triton.jit
 def cast_kernel(
-    x_ptr, q_ptr, scale_ptr, partial_ptr, tiles, R, C, stride_batch, stride_row, COLUMN: tl.constexpr, PARTIALS: tl.constexpr, PADDED: tl.constexpr,
+    x_ptr, q_ptr, scale_ptr, partial_ptr, partials, tiles, R, C, stride_batch, stride_row, COLUMN: tl.constexpr, PADDED: tl.constexpr,
     FP8: tl.constexpr, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Quantises with the partial amax of a tensor, [PARTIALS], or of columns (COLUMN), [batch, PARTIALS, C]; PADDED: a power of two.
+    """Quantises with the partial amax of a tensor, [partials], or of columns (COLUMN), [batch, partials, C]; PADDED: a power of two.
 
     A program takes STEPS tiles of one column of tiles (tensor: of any), the last ones first, so that it reads what the amax read last.
     """
@@ -220,12 +220,12 @@ def cast_kernel(
     if COLUMN:
         tiles = tl.cdiv(R, ROWS)
         batch, group, _, _, column = _tile(program, tl.cdiv(tiles, STEPS), C, 1, COLUMNS)
-        partial = tl.load(partial_ptr + (batch * PARTIALS + i) * C + column, mask=(i < PARTIALS) & (column < C), other=0.0)
+        partial = tl.load(partial_ptr + (batch * partials + i) * C + column, mask=(i < partials) & (column < C), other=0.0)
         scale, r = scale_rule(tl.max(partial, 0, keep_dims=True), MAX, POWER_OF_TWO)
         tl.store(scale_ptr + batch * C + column, scale, mask=(column < C) & (group == 0))
     else:
         group = program
-        scale, r = scale_rule(tl.max(tl.load(partial_ptr + i, mask=i < PARTIALS, other=0.0), 0, keep_dims=True), MAX, POWER_OF_TWO)
+        scale, r = scale_rule(tl.max(tl.load(partial_ptr + i, mask=i < partials, other=0.0), 0, keep_dims=True), MAX, POWER_OF_TWO)
         tl.store(scale_ptr + tl.zeros_like(scale).to(tl.int32), scale, mask=(scale > 0) & (group == 0))
     for step in range(group * STEPS, tl.minimum(group * STEPS + STEPS, tiles)):
         if COLUMN:
@@ -344,12 +344,12 @@ def _two_reads(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, sizes: tup
         down = triton.cdiv(r, tile["ROWS"])
         partials = max(1, min(_SPLITS, down, 2 * _PARTIALS // across))
         partial = torch.empty((batch, partials, c), dtype=torch.float32, device=x.device)
-        column_amax_kernel[(across * partials,)](x, partial, *sizes, **tile, SPLITS=partials, num_warps=warps)
+        column_amax_kernel[(across * partials,)](x, partial, partials, *sizes, **tile, num_warps=warps)
         programs = across * triton.cdiv(down, steps)
     else:
         partials = min(tiles, _PARTIALS)
         partial = torch.empty((partials,), dtype=torch.float32, device=x.device)
         tensor_amax_kernel[(partials,)](x, partial, tiles, *sizes, **tile, num_warps=warps)
         programs = triton.cdiv(tiles, steps)
-    sizes_of_partials = dict(PARTIALS=partials, PADDED=triton.next_power_of_2(partials))
-    cast_kernel[(programs,)](x, q, scale, partial, tiles, *sizes, COLUMN=columns, **sizes_of_partials, **how, **tile, STEPS=steps, num_warps=warps)
+    padded = triton.next_power_of_2(partials)
+    cast_kernel[(programs,)](x, q, scale, partial, partials, tiles, *sizes, COLUMN=columns, PADDED=padded, **how, **tile, STEPS=steps, num_warps=warps)

@@ -213,8 +213,9 @@ def test_bad_inputs_are_refused() -> None:
 
 # ---- what the compiler makes of the kernels --------------------------------------------------------------------------------------
 
+COUNTS = ("partials", "splits", "tiles")  # 16 need not divide them
 SIZES = ["R", "C", "stride_batch", "stride_row"]
-TYPES = {"x_ptr": "*bf16", "q_ptr": "*u8", "scale_ptr": "*fp32", "partial_ptr": "*fp32", "tiles": "i32", **dict.fromkeys(SIZES, "i32")}
+TYPES = {"x_ptr": "*bf16", "q_ptr": "*u8", "scale_ptr": "*fp32", "partial_ptr": "*fp32", "partials": "i32", "splits": "i32", "tiles": "i32", **dict.fromkeys(SIZES, "i32")}
 HOW = dict(FP8=tl.float8e4nv, MAX=448.0, POWER_OF_TWO=False)
 # name: kernel, constants, warps, and registers a thread may use so that an SM of 65,536 holds at least 24 warps
 KERNELS = {
@@ -228,9 +229,9 @@ KERNELS = {
     "squares of x^T": (module.quantise_tiles_kernel, dict(**HOW, GROUP="tile", TRANSPOSE=True, ROWS=128, COLUMNS=128), 16, 80),
     "long rows": (module.quantise_long_rows_kernel, dict(**HOW, COLUMNS=8192), 8, 80),
     "amax of a tensor": (module.tensor_amax_kernel, dict(ROWS=1, COLUMNS=8192), 8, 80),
-    "amax of columns": (module.column_amax_kernel, dict(ROWS=128, COLUMNS=64, SPLITS=64), 8, 80),
-    "cast of a tensor": (module.cast_kernel, dict(**HOW, COLUMN=False, TRANSPOSE=False, ROWS=1, COLUMNS=8192, PARTIALS=512, PADDED=512, STEPS=4), 8, 80),
-    "cast of columns": (module.cast_kernel, dict(**HOW, COLUMN=True, TRANSPOSE=True, ROWS=128, COLUMNS=64, PARTIALS=64, PADDED=64, STEPS=4), 8, 80),
+    "amax of columns": (module.column_amax_kernel, dict(ROWS=128, COLUMNS=64), 8, 80),
+    "cast of a tensor": (module.cast_kernel, dict(**HOW, COLUMN=False, TRANSPOSE=False, ROWS=1, COLUMNS=8192, PADDED=512, STEPS=4), 8, 80),
+    "cast of columns": (module.cast_kernel, dict(**HOW, COLUMN=True, TRANSPOSE=True, ROWS=128, COLUMNS=64, PADDED=64, STEPS=4), 8, 80),
 }
 
 
@@ -239,7 +240,7 @@ KERNELS = {
 def test_kernels_compile_to_wide_accesses_and_saturating_casts_without_spills(name: str) -> None:
     kernel, constants, warps, registers = KERNELS[name]
     signature = {n: "constexpr" if n in constants else TYPES[n] for n in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in TYPES and n != "tiles"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in TYPES and n not in COUNTS}
     compiled = triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned), target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps))
     ptx = compiled.asm["ptx"]
     # per thread: 32 or more elements of x in 4 or more loads of 16 bytes, as many bytes of q in 2 or more stores of 16
@@ -271,7 +272,7 @@ def test_programs_hold_whole_rows_with_few_lanes_idle() -> None:
 def test_kernels_compile_where_sizes_are_one_or_beyond_32_bits(name: str) -> None:
     """Triton makes a constant of an argument that is 1 and an int64 of a large one; the interpreter does neither."""
     kernel, constants, _, _ = KERNELS[name]
-    small = {**constants, **{n: 16 for n in ("ROWS", "COLUMNS", "HEAD", "TAIL") if n in constants}, **{n: 4 for n in ("PARTIALS", "PADDED", "SPLITS") if n in constants}}
+    small = {**constants, **{n: 16 for n in ("ROWS", "COLUMNS", "HEAD", "TAIL") if n in constants}, **{n: 4 for n in ("PADDED",) if n in constants}}
     sizes = [n for n in kernel.arg_names if TYPES.get(n) == "i32"]
     for ones, wide in ((sizes, "i32"), (sizes[:1], "i32"), (["C"], "i32"), ([], "i64")):
         fixed = {**small, **dict.fromkeys(ones, 1)}
