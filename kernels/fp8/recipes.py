@@ -17,11 +17,14 @@ Adding a recipe is adding one entry in `GEMMS`, and in `RECIPES` if layers can u
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from kernels.fp8 import formats
+if TYPE_CHECKING:  # a plan is read and listed without torch
+    from kernels.fp8 import formats
 
 __all__ = ["GEMMS", "GRANULARITIES", "PASSES", "RECIPES", "GemmRecipe", "OperandRecipe", "Recipe", "gemm"]
 
+FORMATS = ("e4m3", "e5m2")
 GRANULARITIES = ("tensor", "row", "block", "square")
 PASSES = ("forward", "dgrad", "wgrad")
 BLOCK = 128
@@ -36,13 +39,15 @@ class OperandRecipe:
     power_of_two: bool = False  # scales rounded to the next power of two, so that scaling rounds nothing
 
     def __post_init__(self) -> None:
-        if self.fmt not in formats.BY_NAME:
-            raise ValueError(f"a format is one of {sorted(formats.BY_NAME)}, got {self.fmt=}")
+        if self.fmt not in FORMATS:
+            raise ValueError(f"a format is one of {FORMATS}, got {self.fmt=}")
         if self.granularity not in GRANULARITIES:
             raise ValueError(f"a granularity is one of {GRANULARITIES}, got {self.granularity=}")
 
     @property
     def format(self) -> formats.Format:
+        from kernels.fp8 import formats
+
         return formats.BY_NAME[self.fmt]
 
 

@@ -99,7 +99,10 @@ class Pricing:
     steps: int = 400
     batch: int = 1024
     largest: int = 50  # ids of the largest field: a model near its optimum needs few steps
-    forward: tuple[str, ...] = ("tensorwise-fast", "rowwise-fast", "blockwise", "e5m2-tensorwise")
+    interaction: float = 0.1  # of the teacher's logit; prices are second-order, so they hold where the first-order change of a model off its optimum is small
+    dense_rate: float = 1e-2
+    table_rows: int = 64
+    forward: tuple[str, ...] = ("tensorwise-fast", "rowwise-fast", "rowwise-p2", "rowwise-grad", "blockwise", "e5m2-tensorwise")
     rows: int = 32768
     calibration: int = 4096
     budget: float = 2e-4
@@ -157,7 +160,7 @@ def smoke() -> Config:
 
 
 def cpu() -> Config:
-    return Config(map=Map(), real=Real(), probe=Probe(), torchao_filter=True, pricing=(Pricing(rows=65_536),), logs=Logs(data=("movielens-100k",)), quality=(Quality(planned=True),))
+    return Config(map=Map(), real=Real(), probe=Probe(), torchao_filter=True, pricing=(Pricing(),), logs=Logs(data=("movielens-100k",)), quality=(Quality(planned=True),))
 
 
 def gpu() -> Config:
@@ -168,6 +171,6 @@ def gpu() -> Config:
     steps += (Steps(model="wukong", size="0.53", batch=4096, mods="", variants=PLANNERS, planned=True),)
     steps += tuple(Steps(model=m, size=s, batch=b, training=t, replicates=2, **({} if t else {"variants": SERVING})) for m, s, b in others for t in (True, False))
     pricing = (Pricing(steps=2000, rows=1_048_576, device="cuda"),
-               Pricing(size="0.53", batch=4096, largest=100_000, rows=262_144, calibration=1024, examples=4096, timed=True, device="cuda"))  # fmt: skip
+               Pricing(size="0.53", batch=4096, largest=100_000, interaction=0.3, dense_rate=1e-4, table_rows=1000, rows=262_144, calibration=1024, examples=4096, timed=True, device="cuda"))  # fmt: skip
     quality = (Quality(size="0.53", planned=True, steps=400, batch=4096, test_rows=2_097_152, device="cuda"), *(Quality(mods=m, arms=("bf16",), steps=2000, batch=2048, test_rows=1_048_576, device="cuda") for m in MODS_2K))
     return Config(map=Map(rows=512, contracted=4096, device="cuda"), real=Real(mods=("", ALL_MODS), steps=2000, batch=2048, device="cuda"), probe=Probe(m=4096, k=1024, n=512, overhead=5, device="cuda"), torchao_filter=True, pricing=pricing, quality=quality, logs=Logs(data=("movielens-1m", "movielens-100k", "open-bandit", "adult"), steps=2000, batch=2048, rows=2_000_000, device="cuda"), timing=Timing(), steps=steps, mods_latency=True)

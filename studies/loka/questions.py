@@ -129,7 +129,7 @@ def _logs(g: Logs) -> list[Cell]:
 
 def _pricing(p: Pricing) -> list[Cell]:
     """The trained model, its flips and its gradients, and last the planners."""
-    shared = {"training": {"size": p.size, "steps": p.steps, "batch": p.batch}, "data": {"largest": p.largest}}
+    shared = {"training": {"size": p.size, "steps": p.steps, "batch": p.batch, "dense_rate": p.dense_rate, "table_rows": p.table_rows}, "data": {"largest": p.largest, "interaction": p.interaction}}
     chunk = min(p.rows, 4096)
 
     def cell(function: str, label: str, params: dict[str, Any], inputs: dict[str, Cell]) -> Cell:
