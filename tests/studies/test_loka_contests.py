@@ -1,6 +1,8 @@
 """Claims about the timing cells, on a CPU with stand-ins for the GPU's kernels: what is timed, what is checked, what is refused, what is recorded."""
 
+import gc
 import math
+import weakref
 from collections import Counter
 
 import numpy
@@ -207,6 +209,21 @@ def test_a_sink_keeps_outputs_and_finds_what_was_not_written() -> None:
         call()
     with pytest.raises(AssertionError, match="norms of the sets"):
         twice.written()
+
+
+def test_outputs_of_a_contest_go_with_it_and_wait_for_no_collector() -> None:
+    """A cell times product after product: on a GPU the collector does not know how much memory hangs on a cycle."""
+    gc.disable()
+    try:
+        sink = Sink(2, lambda i: torch.full((4,), float(i)))
+        sink.calls[0]()
+        output = weakref.ref(sink._eager[0])
+        variant = Variant(name="v", calls=sink.calls, check=lambda: sink.written(), poison=sink.poison)
+        assert output() is not None
+        del sink, variant
+        assert output() is None
+    finally:
+        gc.enable()
 
 
 def test_outputs_of_captured_graphs_are_kept_beside_each_other(monkeypatch) -> None:

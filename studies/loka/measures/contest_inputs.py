@@ -46,17 +46,9 @@ class Sink:
     """
 
     def __init__(self, count: int, program: Callable[[int], Output]) -> None:
-        self._program = program
         self._eager: list[object] = [None] * count
         self._captured: list[list] = [[] for _ in range(count)]
-        self.calls = tuple(partial(self._call, i) for i in range(count))
-
-    def _call(self, i: int) -> None:
-        y = self._program(i)
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            self._captured[i].append(y)
-        else:
-            self._eager[i] = y
+        self.calls = tuple(partial(_keep, program, self._eager, self._captured, i) for i in range(count))  # not of self: a cycle would keep gigabytes for later
 
     def poison(self) -> None:
         """Every output becomes NaN."""
@@ -84,6 +76,14 @@ class Sink:
 
     def _outputs(self, i: int) -> list:
         return self._captured[i] + ([] if self._eager[i] is None else [self._eager[i]])
+
+
+def _keep(program: Callable[[int], Output], eager: list, captured: list[list], i: int) -> None:
+    y = program(i)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        captured[i].append(y)
+    else:
+        eager[i] = y
 
 
 def parts(y: Output) -> list[torch.Tensor]:
