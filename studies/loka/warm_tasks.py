@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from studies.loka.measures.assembler import one_assembler
 from suite.measure import Context
 
 TEST_ROWS = 4096  # one test batch of `quality`
@@ -24,6 +25,7 @@ ROOM_S = 200.0  # of waiting for memory that other tasks hold
 # ---- single products -----------------------------------------------------------------------------------------------------------
 
 
+@one_assembler()
 def crossover(device: str, *, m: int, k: int, n: int, which: str, recipes: Sequence[str], fused: Sequence[str]) -> None:
     """contests:crossover: quantising and product of every recipe, the fused kernel, and the norm that torch compiles."""
     from studies.loka.site import Site
@@ -32,6 +34,7 @@ def crossover(device: str, *, m: int, k: int, n: int, which: str, recipes: Seque
     _run(device, Site(name="shape", op="linear", batch=1, m=m, n=n, k=k), which, recipes, fused if which == "forward" else (), norm="blocknorm")
 
 
+@one_assembler()
 def products(device: str, *, model: str, size: str, batch: int, which: str, recipe: str, dtype: str) -> None:
     """One recipe of one pass at every site of a model."""
     from studies.loka.sites.model_sites import model_sites
@@ -53,6 +56,7 @@ def _run(device: str, site: object, which: str, recipes: Sequence[str], fused: S
         program(entry, operands, norm, "hardswish")(0)
 
 
+@one_assembler()
 def safety(device: str, *, which: str, op: str, products: int, rows: int, contracted: int) -> None:
     """measures.safety_map:safety with one draw."""
     from studies.loka.measures.safety_map import INNER_DB, judged, operands
@@ -61,6 +65,7 @@ def safety(device: str, *, which: str, op: str, products: int, rows: int, contra
     judged([(a.to(device), b.to(device))], INNER_DB, device)
 
 
+@one_assembler()
 def fused_quantise(device: str, *, m: int, k: int, norm: str, activation: str, granularity: str, keep: bool) -> None:
     """contests:fused_quantise: the kernel, and what torch compiles beside it."""
     from kernels.fp8.norm_quantise import norm_quantise
@@ -78,6 +83,7 @@ def fused_quantise(device: str, *, m: int, k: int, norm: str, activation: str, g
 # ---- whole models --------------------------------------------------------------------------------------------------------------
 
 
+@one_assembler()
 def step(device: str, *, model: str, size: str, mods: str, batch: int, training: bool, variant: str) -> None:
     """model_speed:dense_step: one variant, compiled and run once."""
     from studies.loka.measures.model_speed import planned, step_of, subject_of, torchao_absent
@@ -97,6 +103,7 @@ def _wait_for_room(device: str, gib: int) -> None:
         time.sleep(1.0)
 
 
+@one_assembler()
 def mods_layer(device: str, *, size: str, batch: int, training: bool, mods: str) -> None:
     """model_speed:mods_latency: a layer with these Mods, compiled and run once."""
     from studies.loka.measures.model_speed import run_layer
@@ -113,6 +120,7 @@ def mods_layer(device: str, *, size: str, batch: int, training: bool, mods: str)
     run_layer(layer, torch.compile(layer, dynamic=False), x_BND.requires_grad_(training), training)
 
 
+@one_assembler()
 def arm(device: str, *, arm: str, model: str, size: str, mods: str, data: str, batch: int) -> None:
     """learning.quality:quality: one training step and one test batch."""
     from studies.loka.learning.quality import quality
@@ -120,6 +128,7 @@ def arm(device: str, *, arm: str, model: str, size: str, mods: str, data: str, b
     quality(Context(device=device, seed=1), arm=arm, model=model, size=size, mods=mods, data=data, steps=1, batch=batch, test_rows=TEST_ROWS)
 
 
+@one_assembler()
 def captured(device: str, *, model: str, size: str, mods: str, batch: int, examples: int) -> None:
     """probing.captured:captured after one training step."""
     from studies.loka.probing.captured import captured as whole

@@ -2,12 +2,16 @@
 
 import gc
 import math
+import os
 import weakref
 from collections import Counter
 
 import numpy
 import pytest
 import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
 
 from kernels.exact.philox import philox_bell
 from kernels.fp8 import autograd
@@ -15,6 +19,7 @@ from kernels.fp8.emulate import product_ref
 from kernels.fp8.norm_quantise import norm_quantise_ref
 from kernels.fp8.quantise import quantise_ref
 from kernels.fp8.recipes import GEMMS, OperandRecipe, gemm
+from studies.loka.measures.assembler import VARIABLE, one_assembler
 from studies.loka.measures import contest_inputs
 from studies.loka.measures import contests
 from studies.loka.measures.contest_inputs import Sink, bell_rows, normed
@@ -245,3 +250,28 @@ def test_a_contest_of_sinks_runs_by_the_rules_of_suite_timing() -> None:
     check = lambda: [None for y in sink.written() if not torch.equal(y, torch.full((4, 4), 4.0)) and pytest.fail("wrong")]  # noqa: E731
     result = contest([Variant(name="a", calls=sink.calls, check=check, poison=sink.poison)], device="cpu", rounds=1, launches_per_round=2, warmup_s=0.0)
     assert result.conditions["unchecked"] == []
+
+
+# ---------------------------------------------------------------- assembler
+
+
+def test_a_cell_names_triton_s_own_assembler_and_leaves_the_variable_as_it_was(monkeypatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    own, key = knobs.nvidia.ptxas.path, make_backend(GPUTarget("cuda", 90, 32)).hash()
+
+    @one_assembler()
+    def cell(fail: bool) -> str:
+        assert make_backend(GPUTarget("cuda", 90, 32)).hash() == key  # the cache's: what was compiled without is found
+        if fail:
+            raise InterruptedError
+        os.environ.setdefault(VARIABLE, "torch's")
+        return os.environ[VARIABLE]
+
+    assert cell(False) == cell(fail=False) == own and VARIABLE not in os.environ
+    with pytest.raises(InterruptedError):
+        cell(True)
+    assert VARIABLE not in os.environ
+    monkeypatch.setenv(VARIABLE, "the user's")
+    with one_assembler():
+        assert os.environ[VARIABLE] == "the user's"
+    assert os.environ[VARIABLE] == "the user's"

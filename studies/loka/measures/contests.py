@@ -30,6 +30,7 @@ from kernels.fp8.gemm import unsupported
 from kernels.fp8.norm_quantise import norm_quantise
 from kernels.fp8.quantise import Quantised, quantise_ref
 from kernels.fp8.recipes import GemmRecipe, OperandRecipe, gemm
+from studies.loka.measures.assembler import one_assembler
 from studies.loka.measures.contest_inputs import Sink, bell_rows, compiled_norm, snr_db
 from studies.loka.site import Gemm, Site
 from suite.measure import Context, Result
@@ -111,6 +112,7 @@ class Entry:
         return " ".join(p for p in (self.work, self.recipe if self.backend else "", self.backend) if p)
 
 
+@one_assembler()
 def crossover(
     ctx: Context, *, m: int, k: int, n: int, which: str, recipes: Sequence[str], backends: Sequence[str], fused: Sequence[str], rounds: int, launches: int,
     warmup_s: float, norm: str = "blocknorm", activation: str = "hardswish", eager: bool = False,
@@ -222,6 +224,7 @@ def conditions(result: ContestResult) -> dict[str, float]:
 # ---- norm, activation and quantising -------------------------------------------------------------------------------------------
 
 
+@one_assembler()
 def fused_quantise(ctx: Context, *, m: int, k: int, norm: str, activation: str, granularity: str, keep: bool, rounds: int, launches: int, warmup_s: float) -> Result:
     """The fused kernel against a copy, against torch's compiler doing the same in one function, and against norm first, quantising after.
 

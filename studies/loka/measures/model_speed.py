@@ -38,6 +38,7 @@ from kernels.fp8.autograd import Wanted
 from kernels.fp8.autograd import backends as using
 from kernels.fp8.recipes import PASSES, RECIPES
 from studies.loka.sites.apply import apply
+from studies.loka.measures.assembler import one_assembler
 from studies.loka.measures.contest_inputs import Sink, snr_db
 from studies.loka.measures.contests import conditions
 from studies.loka.sites.epilogues import edges
@@ -85,6 +86,7 @@ class Subject:
         return PASSES if self.training else PASSES[:1]
 
 
+@one_assembler()
 def dense_step(
     ctx: Context, *, model: str, size: str, mods: str, batch: int, training: bool, variants: Sequence[str], rounds: int, launches: int, warmup_s: float,
     table_rows: int = 0,
@@ -254,6 +256,7 @@ def gradient_cosine(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> flo
 # ---- Mods ----------------------------------------------------------------------------------------------------------------------
 
 
+@one_assembler()
 def mods_latency(ctx: Context, *, size: str, batch: int, training: bool, rounds: int, launches: int, warmup_s: float) -> Result:
     """One inner layer of Wukong in bf16, compiled, with each of the 2^3 combinations of LoKA's Mods: record "mods", a line for each."""
     torch.compiler.reset()
