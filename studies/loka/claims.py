@@ -8,13 +8,7 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from studies.loka.report import findings
-
-from studies.loka.report import findings_loss
-
-from studies.loka.report import findings_probe
-
-from studies.loka.report import findings_speed
+from studies.loka.report import findings, findings_loss, findings_probe, findings_speed
 from suite.claims import Claim
 
 RUN, RUN_GPU = "make study-loka", "make study-loka PRESET=gpu"

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from studies.loka.sites.model_sites import model_sites
-from studies.loka.presets import ALL_MODS, DGRAD, FORWARD, MODELS, WGRAD, Config, Logs, Map, Pricing, Probe, Quality, Real, Steps, Timing
 from studies.loka.measures.shapes import SHAPES, Shape
+from studies.loka.presets import ALL_MODS, DGRAD, FORWARD, MODELS, WGRAD, Config, Logs, Map, Pricing, Probe, Quality, Real, Steps, Timing
+from studies.loka.sites.model_sites import model_sites
 from suite.cell import Cell, Needs
 
 if TYPE_CHECKING:  # a site imports torch, and a study is listed without it

@@ -9,9 +9,9 @@ method is from notes on it.
 from __future__ import annotations
 
 from studies.loka.claims import CLAIMS
-from studies.loka.report.exhibits import exhibits
 from studies.loka.presets import cpu, gpu, smoke
 from studies.loka.questions import questions
+from studies.loka.report.exhibits import exhibits
 from studies.loka.warm import warm
 from suite.study import Metric, Study
 

@@ -1,13 +1,11 @@
 """What `suite warm loka` runs: the launches of a preset's GPU cells, once each, for the kernels that they compile.
 
-    export TRITON_CACHE_DIR=~/.triton/cache            # for the run, too: see below
     python -m suite warm loka --preset gpu --jobs 16 --only 'time *'
     warm(presets.gpu())         # [WarmTask, ...], from the same list of cells that the preset measures
 
 Each kind of GPU cell names its tasks below, and a test holds the table to the cells. Triton's kernels depend on a launch's types, options and
 constants, and of its integers only on which are 1 or multiples of 16: so shapes are the cells' own, and what costs time is left out: one set
-of operands instead of many, no timing, one training step. What torch.compile makes is kept in its own cache on disk by the same tasks. At its first
-use torch's compiler sets TRITON_CACHE_DIR to a place of its own, for all kernels that the process compiles or looks for from then on, unless it is set.
+of operands instead of many, no timing, one training step. What torch.compile makes is kept in its own cache on disk by the same tasks.
 
 A plan that other cells find is not known here: "dispatch" is prepared as a single recipe is, its products are those that site_times times, and what
 joins norms and products of a found plan is compiled by the cell. NOT_PREPARED names kinds that have no tasks, and why. Importing it imports neither

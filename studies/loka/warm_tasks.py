@@ -37,8 +37,8 @@ def crossover(device: str, *, m: int, k: int, n: int, which: str, recipes: Seque
 @one_assembler()
 def products(device: str, *, model: str, size: str, batch: int, which: str, recipe: str, dtype: str) -> None:
     """One recipe of one pass at every site of a model."""
-    from studies.loka.sites.model_sites import model_sites
     from studies.loka.measures.site_times import distinct
+    from studies.loka.sites.model_sites import model_sites
 
     for site, found in distinct(model_sites(model, size, batch)):
         if found == which:
@@ -68,8 +68,8 @@ def safety(device: str, *, which: str, op: str, products: int, rows: int, contra
 @one_assembler()
 def fused_quantise(device: str, *, m: int, k: int, norm: str, activation: str, granularity: str, keep: bool) -> None:
     """contests:fused_quantise: the kernel, and what torch compiles beside it."""
-    from kernels.fp8.norm_quantise import norm_quantise
     from kernels.fp8.autograd import quantised
+    from kernels.fp8.norm_quantise import norm_quantise
     from kernels.fp8.recipes import OperandRecipe
     from studies.loka.measures.contest_inputs import compiled_norm
 
@@ -106,8 +106,8 @@ def _wait_for_room(device: str, gib: int) -> None:
 @one_assembler()
 def mods_layer(device: str, *, size: str, batch: int, training: bool, mods: str) -> None:
     """model_speed:mods_latency: a layer with these Mods, compiled and run once."""
-    from studies.loka.measures.model_speed import run_layer
     from studies.loka.learning.training import mods_named
+    from studies.loka.measures.model_speed import run_layer
     from studies.models.recommenders import PUBLISHED
     from studies.models.recommenders.inputs import example_inputs
     from studies.models.recommenders.mods import build

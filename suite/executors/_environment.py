@@ -26,6 +26,8 @@ _NOT_FOR_WORKERS = ("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_USERNAME", "MLFLOW_T
 def worker_environment(environ: Mapping[str, str], *, threads: int) -> tuple[dict[str, str], tuple[str, ...]]:
     """(environment of a worker, names of the user's variables that it does not get because they steer numbers or times)."""
     set_by_us = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(threads), "TRITON_DISABLE_LINE_INFO": "1"}
+    if not environ.keys() & {"TRITON_CACHE_DIR", "TRITON_HOME"}:  # said aloud: torch's compiler moves a process's cache at its first use unless it is set
+        set_by_us["TRITON_CACHE_DIR"] = os.path.expanduser("~/.triton/cache")
     left_out = tuple(sorted(name for name, value in environ.items() if _steers(name) and set_by_us.get(name) != value))
     env = {k: v for k, v in environ.items() if not _steers(k) and k not in _NOT_FOR_WORKERS}
     here = str(ROOT)

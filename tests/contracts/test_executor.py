@@ -16,6 +16,7 @@ import pytest
 from suite import identity
 from suite.bundle import load_arrays, read_bundle
 from suite.cell import Cell, Needs
+from suite.executors._environment import worker_environment
 from suite.executors.local import LocalExecutor
 from suite.job import Job
 from suite.locks import Held
@@ -258,6 +259,13 @@ def test_workers_do_not_inherit_what_steers_numbers_and_keep_the_users_python_pa
         (done,) = finish(executor, job(tmp_path, "inherited", names=[*steering, *kept, "MLFLOW_TRACKING_URI", "PYTHONPATH"]))
     facts = read_bundle(Path(done.path)).facts
     assert facts == {**kept, "PYTHONPATH": f"{identity.ROOT}:/opt/one:/opt/two"}
+
+
+def test_workers_are_told_where_triton_s_cache_lies_unless_the_user_says():
+    """Else torch's compiler moves it in the processes that use it, away from what `suite warm` compiled."""
+    assert worker_environment({}, threads=1)[0]["TRITON_CACHE_DIR"].endswith("/.triton/cache")
+    assert worker_environment({"TRITON_CACHE_DIR": "/tmp/x"}, threads=1)[0]["TRITON_CACHE_DIR"] == "/tmp/x"
+    assert "TRITON_CACHE_DIR" not in worker_environment({"TRITON_HOME": "/tmp/x"}, threads=1)[0]
 
 
 def test_workers_use_the_cores_that_the_driver_may_use(tmp_path, monkeypatch):

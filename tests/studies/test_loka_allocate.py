@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from studies.loka.pricing.allocate import Candidate, allocate, greedy
-from studies.loka.sites.registry import trace
 from studies.loka.pricing.rules import best_single, converts, loka, oracle, torchao_all, torchao_filter, uniform
 from studies.loka.site import Plan, Site
+from studies.loka.sites.registry import trace
 from studies.models.recommenders import MODELS
 
 FP8 = ("tensorwise-fast", "rowwise-fast", "blockwise")

@@ -13,12 +13,12 @@ from torch import nn
 
 from kernels.fp8.recipes import RECIPES, gemm
 from studies import loka
+from studies.loka.measures.safety_map import INNER_DB
 from studies.loka.probing.distributions import draw
-from studies.loka.sites.planning import PREFERRED, judged, plan, tail
 from studies.loka.probing.predict import predict
 from studies.loka.probing.readings import Readings, SiteReading
-from studies.loka.measures.safety_map import INNER_DB
 from studies.loka.probing.sketch import sketch
+from studies.loka.sites.planning import PREFERRED, judged, plan, tail
 
 ROOT = Path(__file__).parents[2]
 M, K, N = 512, 256, 64

@@ -12,10 +12,10 @@ from kernels.fp8.autograd import linear, matmul
 from kernels.fp8.norm_backward import norm_backward_ref
 from kernels.fp8.norm_quantise import norm_quantise_ref
 from kernels.fp8.recipes import RECIPES, gemm
+from studies.loka.site import Plan, read_plan, write_plan
 from studies.loka.sites.apply import apply, recipe_of
 from studies.loka.sites.fuse import norm_gradient, why_not_fused
 from studies.loka.sites.registry import trace
-from studies.loka.site import Plan, read_plan, write_plan
 from studies.models.recommenders import LOKA_MODS, MODELS, PUBLISHED, Mods
 from studies.models.recommenders.mods import Mlp, build
 

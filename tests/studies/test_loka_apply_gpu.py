@@ -8,10 +8,10 @@ import torch
 
 from kernels.exact.philox import philox_bell
 from kernels.fp8.recipes import RECIPES
+from studies.loka.site import Plan
 from studies.loka.sites.apply import apply
 from studies.loka.sites.fuse import fused
 from studies.loka.sites.registry import trace
-from studies.loka.site import Plan
 from studies.models.recommenders import LOKA_MODS, MODELS, PUBLISHED, Mods
 from studies.models.recommenders.mods import Mlp, build
 

@@ -4,15 +4,12 @@ import math
 
 import pytest
 
-from studies.loka.report import findings_loss
-
-from studies.loka.report import findings_speed
-
 from studies.loka import presets
+from studies.loka.learning.tost import MARGIN
 from studies.loka.presets import ALL_MODS
 from studies.loka.questions import questions
+from studies.loka.report import findings_loss, findings_speed
 from studies.loka.study import STUDY
-from studies.loka.learning.tost import MARGIN
 from suite.claims import judge_all
 from tests.studies.loka_rows import CPU, H200, L4, Rows
 

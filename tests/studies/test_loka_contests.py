@@ -19,13 +19,12 @@ from kernels.fp8.emulate import product_ref
 from kernels.fp8.norm_quantise import norm_quantise_ref
 from kernels.fp8.quantise import quantise_ref
 from kernels.fp8.recipes import GEMMS, OperandRecipe, gemm
+from studies.loka.measures import contest_inputs, contests
 from studies.loka.measures.assembler import VARIABLE, one_assembler
-from studies.loka.measures import contest_inputs
-from studies.loka.measures import contests
 from studies.loka.measures.contest_inputs import Sink, bell_rows, normed
-from studies.loka.sites.model_sites import model_sites
 from studies.loka.measures.shapes import MOST, SHAPES, Shape
 from studies.loka.site import Site
+from studies.loka.sites.model_sites import model_sites
 from suite.measure import Context
 from suite.timing import ContestResult, Variant, WrongOutput, contest
 

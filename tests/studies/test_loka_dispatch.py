@@ -3,10 +3,11 @@
 import math
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from studies.loka.sites.dispatch import Dispatch, Reading, Rules
 from studies.loka.site import Plan
+from studies.loka.sites.dispatch import Dispatch, Reading, Rules
 
 THRESHOLD, MARGIN, DWELL = 25.0, 1.0, 100
 RULES = Rules(threshold_db=THRESHOLD, thresholds_db={("head:linear", "forward"): 33.0}, margin_db=MARGIN, dwell=DWELL)

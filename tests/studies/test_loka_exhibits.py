@@ -6,6 +6,7 @@ import pytest
 
 from reports.study import draw
 from studies.loka import presets
+from studies.loka.questions import site_questions
 from studies.loka.report.exhibits import exhibits
 from studies.loka.report.exhibits_loss import arms, calibration, mods, planners
 from studies.loka.report.exhibits_map import LETTERS, families, real, safety_maps
@@ -13,7 +14,6 @@ from studies.loka.report.exhibits_probe import probes
 from studies.loka.report.exhibits_speed import arms as variants
 from studies.loka.report.exhibits_speed import bandwidth, crossover, steps
 from studies.loka.sites.model_sites import model_sites
-from studies.loka.questions import site_questions
 from suite.exhibit import Curves, Matrix, Prose, Table
 from tests.studies.loka_rows import CPU, H200, Rows
 

@@ -13,20 +13,18 @@ from torch import nn
 from kernels.fp8 import autograd
 from kernels.fp8.quantise import quantise_ref
 from kernels.fp8.recipes import RECIPES
-from studies.loka.measures import contests
-from studies.loka.measures import model_speed
-from studies.loka.measures import site_times
-from studies.loka.sites.apply import apply
+from studies.loka.learning.training import mods_named
+from studies.loka.measures import contests, model_speed, site_times
 from studies.loka.measures.contest_inputs import bell_rows, snr_db
+from studies.loka.measures.model_speed import dense_step, mods_latency, single
+from studies.loka.measures.replay import Replayed, replayed_variant, shared_pool
+from studies.loka.measures.site_times import backends_of, built, distinct, fastest, predicted
+from studies.loka.site import Plan, Site
+from studies.loka.sites.apply import apply
 from studies.loka.sites.epilogues import edges
 from studies.loka.sites.frozen import frozen
 from studies.loka.sites.fuse import why_not_fused
-from studies.loka.measures.model_speed import dense_step, mods_latency, single
 from studies.loka.sites.registry import trace
-from studies.loka.measures.replay import Replayed, replayed_variant, shared_pool
-from studies.loka.site import Plan, Site
-from studies.loka.measures.site_times import backends_of, built, distinct, fastest, predicted
-from studies.loka.learning.training import mods_named
 from studies.models.recommenders.mods import BlockNorm, Mlp, Mods, build
 from suite.measure import Context, Pause
 from suite.timing import WrongOutput, contest

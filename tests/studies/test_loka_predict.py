@@ -6,12 +6,12 @@ import torch
 from kernels.fp8.emulate import product_ref
 from kernels.fp8.formats import E4M3
 from kernels.fp8.recipes import GEMMS, gemm
-from studies.loka.probing.distributions import DISTRIBUTIONS, draw
 from studies.loka.pricing.noise import TRUNCATION, known, output_variance, product_noise
+from studies.loka.probing.distributions import DISTRIBUTIONS, draw
 from studies.loka.probing.predict import predict, predict_tensors, predictions
 from studies.loka.probing.readings import Readings, SiteReading, read_readings, write_readings
-from studies.loka.site import Site
 from studies.loka.probing.sketch import sketch
+from studies.loka.site import Site
 
 # How far a prediction may lie from the emulation, in dB, at the median and at the 1st percentile of the rows of one product, both cut at CAP_DB. A 1st
 # percentile of M = 512 rows is about the 5th smallest, itself known to 0.3 dB where rows vary by 0.6 dB, and to twice that for heavy tails, whose

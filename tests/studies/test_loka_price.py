@@ -8,12 +8,12 @@ from torch import nn
 
 from kernels.fp8.quantise import quantise_ref
 from kernels.fp8.recipes import gemm
-from studies.loka.sites.apply import apply, replacement, rewrite
 from studies.loka.pricing.flip import Change, flips, in_recipe, measured_change
 from studies.loka.pricing.metrics import losses
 from studies.loka.pricing.price import Tap, backward_product, noise_to_signal, price, relative_errors, tap
-from studies.loka.sites.registry import trace
 from studies.loka.site import Plan
+from studies.loka.sites.apply import apply, replacement, rewrite
+from studies.loka.sites.registry import trace
 
 B = 512
 # float32 sums of at most 64 products on either side, in other orders: 64 roundings of 2^-24, as a share of errors that are 2^-5 of the outputs.

@@ -9,10 +9,10 @@ import torch
 
 from kernels.fp8.recipes import gemm
 from studies.loka.measures import pricing as cells
-from studies.loka.sites.apply import apply
 from studies.loka.pricing.metrics import losses
 from studies.loka.pricing.roofline import time_us
 from studies.loka.site import Gemm, Plan
+from studies.loka.sites.apply import apply
 from suite.measure import Context
 
 TRAINING = {"model": "wukong", "size": "small", "steps": 25, "batch": 256, "table_rows": 64, "dense_rate": 1e-2}

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kernels.fp8.recipes import gemm
+from studies.loka.measures.probing import validation
 from studies.loka.probing.distributions import draw
 from studies.loka.probing.probe import Probe
-from studies.loka.measures.probing import validation
 from studies.loka.probing.sketch import look, sketch
 from studies.models.recommenders import MODELS, PUBLISHED
 from suite.measure import Context

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from kernels.fp8.recipes import RECIPES
-from studies.loka.learning import quality as cells
-from studies.loka.sites.apply import apply
 from studies.loka.data.batch import Batch
 from studies.loka.data.planted import Planted
 from studies.loka.data.table import Table
-from studies.loka.pricing.metrics import losses
-from studies.loka.sites.registry import trace
-from studies.loka.site import Site
+from studies.loka.learning import quality as cells
 from studies.loka.learning.tost import MARGIN, MOST_PAIRS, PAIRS_FACTOR, neutrality, pairs_needed, relative_changes
 from studies.loka.learning.training import Learner, Training, in_order, mods_named, perturb, train
+from studies.loka.pricing.metrics import losses
+from studies.loka.site import Site
+from studies.loka.sites.apply import apply
+from studies.loka.sites.registry import trace
 from studies.models.recommenders import LOKA_MODS, PUBLISHED, Mods
 from suite.measure import Context, Pause
 from suite.stats import Equivalence

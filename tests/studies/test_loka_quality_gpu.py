@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from studies.loka.sites.apply import apply
 from studies.loka.data.planted import Planted
 from studies.loka.learning.quality import TEACHER, arm_plan, quality
-from studies.loka.sites.registry import trace
 from studies.loka.learning.training import Learner, Training
+from studies.loka.sites.apply import apply
+from studies.loka.sites.registry import trace
 from suite.measure import Context
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

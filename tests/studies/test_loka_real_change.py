@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from studies.loka.measures import real as real_cells
 from studies.loka.data.table import Table
+from studies.loka.measures import real as real_cells
 from studies.loka.pricing.metrics import relative_change
 from suite.measure import Context
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from studies.loka.data import Table, criteo, sources
-from studies.loka.data.real import TABLES, adult, movielens_100k, movielens_1m, open_bandit, sequences
+from studies.loka.data.real import TABLES, adult, movielens_1m, movielens_100k, open_bandit, sequences
 from studies.loka.data.table import encode, shuffled
 from suite.assets import AssetError
 

@@ -9,8 +9,8 @@ import torch
 
 from studies.loka.probing.readings import Readings, SiteReading
 from studies.loka.probing.sequential import DECISION, REFERENCE, Drift, Stopping, drifted
-from studies.loka.site import Site
 from studies.loka.probing.sketch import Sketch, sketch
+from studies.loka.site import Site
 
 ALPHA, STREAMS, STEPS, ROWS = 0.05, 200, 20, 200
 # Of 200 streams at most alpha err in expectation: 10, standard deviation sqrt(200 x 0.05 x 0.95) = 3.1, four of them above.

@@ -8,9 +8,7 @@ import json
 import pytest
 import torch
 
-from studies.loka.measures import contests
-
-from studies.loka.measures import model_speed
+from studies.loka.measures import contests, model_speed
 from studies.loka.measures.replay import Replayed, shared_pool
 from studies.loka.measures.site_times import site_times
 from suite.measure import Context

@@ -18,17 +18,17 @@ import pytest
 import torch
 
 from kernels.fp8.recipes import GEMMS, gemm
-from studies.loka.probing import captured as real
-from studies.loka.measures import safety_map
 from studies.loka import presets, questions
 from studies.loka.data.planted import Planted
 from studies.loka.declared import kept
-from studies.loka.probing.distributions import DISTRIBUTIONS
-from studies.loka.measures.filter import torchao_filter
-from studies.loka.sites.model_sites import model_sites, traced
-from studies.loka.measures.safety_map import budget_db, operands, quantile_bounds, row_sqnr_db, safety, verdict
-from studies.loka.study import STUDY
 from studies.loka.learning.training import Learner, Training
+from studies.loka.measures import safety_map
+from studies.loka.measures.filter import torchao_filter
+from studies.loka.measures.safety_map import budget_db, operands, quantile_bounds, row_sqnr_db, safety, verdict
+from studies.loka.probing import captured as real
+from studies.loka.probing.distributions import DISTRIBUTIONS
+from studies.loka.sites.model_sites import model_sites, traced
+from studies.loka.study import STUDY
 from suite.measure import Context, Result
 
 PRODUCT_DB = 0.3

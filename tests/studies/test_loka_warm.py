@@ -13,9 +13,8 @@ import torch
 from kernels.exact.audit.specimen import captured, compile_specimen
 from kernels.fp8 import norm_quantise as fused_kernel
 from kernels.fp8.norm_quantise import norm_quantise_ref
-from studies.loka.measures import contests
-from studies.loka.measures import model_speed
 from studies.loka import presets, warm_tasks
+from studies.loka.measures import contests, model_speed
 from studies.loka.questions import questions
 from studies.loka.study import STUDY
 from studies.loka.warm import BY_KIND, NOT_PREPARED, warm

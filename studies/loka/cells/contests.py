@@ -1,7 +1,7 @@
 """Cells of single products' times: studies.loka.measures.contests with the metrics that the study declares (studies.loka.declared)."""
 
-from studies.loka.measures import contests
 from studies.loka.declared import kept
+from studies.loka.measures import contests
 
 __all__ = ["crossover", "fused_quantise"]
 

@@ -1,7 +1,7 @@
 """Cells of prices and plans: studies.loka.measures.pricing with the metrics that the study declares (studies.loka.declared)."""
 
-from studies.loka.measures import pricing as pricing_cells
 from studies.loka.declared import kept
+from studies.loka.measures import pricing as pricing_cells
 
 __all__ = ["flips", "gradients", "planners", "trained"]
 

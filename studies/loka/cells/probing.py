@@ -1,7 +1,7 @@
 """Cells of the probe: studies.loka.measures.probing with the metrics that the study declares (studies.loka.declared)."""
 
-from studies.loka.measures import probing as probe_cells
 from studies.loka.declared import kept
+from studies.loka.measures import probing as probe_cells
 
 __all__ = ["overhead", "stopping", "surrogate_failures", "validation"]
 

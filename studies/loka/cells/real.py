@@ -1,7 +1,7 @@
 """Cells on real logs: studies.loka.measures.real with the metrics that the study declares (studies.loka.declared); the change stays in "more"."""
 
-from studies.loka.measures import real as real_cells
 from studies.loka.declared import kept
+from studies.loka.measures import real as real_cells
 
 __all__ = ["real_change"]
 

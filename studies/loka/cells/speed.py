@@ -1,9 +1,8 @@
 """Cells of whole models' times: studies.loka.measures.model_speed and site_times with the metrics that the study declares (studies.loka.declared)."""
 
-from studies.loka.measures import model_speed
-
-from studies.loka.measures import site_times as of_sites
 from studies.loka.declared import kept
+from studies.loka.measures import model_speed
+from studies.loka.measures import site_times as of_sites
 
 __all__ = ["dense_step", "mods_latency", "site_times"]
 

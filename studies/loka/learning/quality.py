@@ -26,15 +26,15 @@ import torch
 from torch import nn
 
 from kernels.fp8.recipes import RECIPES
-from studies.loka.sites.apply import apply
 from studies.loka.data.batch import Batch
 from studies.loka.data.planted import Planted
 from studies.loka.data.real import movielens_1m, movielens_100k
 from studies.loka.data.table import Table
-from studies.loka.pricing.metrics import auc, losses, normalised_entropy
-from studies.loka.sites.registry import trace
-from studies.loka.site import BASE, Plan, Site
 from studies.loka.learning.training import AHEAD, Learner, Training, in_order, perturb, train
+from studies.loka.pricing.metrics import auc, losses, normalised_entropy
+from studies.loka.site import BASE, Plan, Site
+from studies.loka.sites.apply import apply
+from studies.loka.sites.registry import trace
 from suite.measure import Context, Result
 
 __all__ = ["UNIFORM", "Source", "arm_plan", "evaluate", "planted_source", "quality", "source_named", "table_source", "uniform_plan"]

@@ -9,8 +9,8 @@ A count of shapes: nothing is computed in FP8, and no batch or device plays a pa
 
 from __future__ import annotations
 
-from studies.loka.sites.model_sites import model_sites
 from studies.loka.pricing.rules import converts
+from studies.loka.sites.model_sites import model_sites
 from suite.measure import Context, Result
 
 __all__ = ["torchao_filter"]

@@ -37,19 +37,19 @@ from torch import nn
 from kernels.fp8.autograd import Wanted
 from kernels.fp8.autograd import backends as using
 from kernels.fp8.recipes import PASSES, RECIPES
-from studies.loka.sites.apply import apply
+from studies.loka.learning.training import MODS, mods_named
 from studies.loka.measures.assembler import one_assembler
 from studies.loka.measures.contest_inputs import Sink, snr_db
 from studies.loka.measures.contests import conditions
+from studies.loka.measures.replay import Replayed, replayed_variant, shared_pool
+from studies.loka.measures.site_times import backends_of, built, fastest, predicted
+from studies.loka.measures.step_rest import rest_of
+from studies.loka.site import Plan
+from studies.loka.sites.apply import apply
 from studies.loka.sites.epilogues import edges
 from studies.loka.sites.frozen import frozen
 from studies.loka.sites.fuse import why_not_fused
 from studies.loka.sites.registry import Registry, trace
-from studies.loka.measures.replay import Replayed, replayed_variant, shared_pool
-from studies.loka.site import Plan
-from studies.loka.measures.site_times import backends_of, built, fastest, predicted
-from studies.loka.measures.step_rest import rest_of
-from studies.loka.learning.training import MODS, mods_named
 from studies.models.recommenders import PUBLISHED
 from studies.models.recommenders.inputs import example_inputs
 from studies.models.recommenders.mods import build

@@ -22,19 +22,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from kernels.fp8.recipes import gemm
-from studies.loka.pricing.allocate import Candidate, allocate, greedy
-from studies.loka.sites.apply import apply
 from studies.loka.data.batch import Batch
 from studies.loka.data.planted import Planted
-from studies.loka.pricing.flip import flips as flipped_logits, measured_change
+from studies.loka.learning.training import Learner, Training, train
+from studies.loka.pricing.allocate import Candidate, allocate, greedy
+from studies.loka.pricing.flip import flips as flipped_logits
+from studies.loka.pricing.flip import measured_change
 from studies.loka.pricing.gradient_price import adam_preconditioner, gradient_errors
 from studies.loka.pricing.metrics import losses, relative_change
 from studies.loka.pricing.price import HOW, Tap, Taps, backward_product, noise_to_signal, price, relative_errors, tap
-from studies.loka.sites.registry import Registry, trace
 from studies.loka.pricing.roofline import time_us
 from studies.loka.pricing.rules import best_single, loka, oracle, torchao_all, torchao_filter
 from studies.loka.site import BASE, Plan, Site
-from studies.loka.learning.training import Learner, Training, train
+from studies.loka.sites.apply import apply
+from studies.loka.sites.registry import Registry, trace
 from suite.measure import Context, Result, weakest
 from suite.stats import Interval
 

@@ -22,15 +22,15 @@ import torch.nn.functional as F
 
 from kernels.fp8.emulate import product_ref
 from kernels.fp8.recipes import GEMMS, GemmRecipe, gemm
+from studies.loka.measures.site_times import built
 from studies.loka.probing.distributions import DISTRIBUTIONS, draw
 from studies.loka.probing.predict import predict
 from studies.loka.probing.probe import Probe, bytes_read
 from studies.loka.probing.readings import SiteReading
 from studies.loka.probing.sequential import Stopping
-from studies.loka.site import Site
-from studies.loka.measures.site_times import built
 from studies.loka.probing.sketch import sketch
 from studies.loka.probing.surrogate import GaussianRows, MatrixNormal, mere, row_db, surrogate
+from studies.loka.site import Site
 from suite.measure import Context, Result
 
 __all__ = ["CAP_DB", "overhead", "stopping", "surrogate_failures", "validation"]

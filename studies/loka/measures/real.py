@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from kernels.fp8.recipes import RECIPES
-from studies.loka.sites.apply import apply
 from studies.loka.data.real import TABLES
 from studies.loka.data.table import Table
-from studies.loka.pricing.metrics import auc, detectable_change, losses, normalised_entropy, relative_change
-from studies.loka.sites.registry import trace
-from studies.loka.site import Plan
 from studies.loka.learning.training import Learner, Training, train
+from studies.loka.pricing.metrics import auc, detectable_change, losses, normalised_entropy, relative_change
+from studies.loka.site import Plan
+from studies.loka.sites.apply import apply
+from studies.loka.sites.registry import trace
 from suite.measure import Context, Result
 
 __all__ = ["real_change"]

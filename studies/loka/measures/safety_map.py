@@ -110,7 +110,6 @@ def operands(seed: int, *, which: str, op: str, products: int, rows: int, contra
 
 def safety(ctx: Context, *, which: str, op: str, products: int, rows: int, contracted: int, distribution: str, threshold_db: float) -> Result:
     """The verdict of every product's recipe at one site and pass. Record "recipes": one object each."""
-    device = ctx.device
     asked = operands(ctx.seed, which=which, op=op, products=products, rows=rows, contracted=contracted, distribution=distribution)
     records = judged([(a.to(ctx.device), b.to(ctx.device)) for a, b in asked], threshold_db, ctx.device)
     by = {record["recipe"]: record for record in records}

@@ -11,18 +11,16 @@ above 0, and a plan so found knows nothing of errors: what may be taken is the c
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
 from kernels.fp8.autograd import Wanted
 from kernels.fp8.recipes import PASSES, gemm
-from studies.loka.measures.contests import Entry, conditions, entered, line_of, make_operands, variant_of
-from studies.loka.sites.registry import trace
-from studies.loka.site import BASE, Plan, Site
 from studies.loka.learning.training import mods_named
+from studies.loka.measures.contests import conditions, entered, line_of, make_operands, variant_of
+from studies.loka.site import BASE, Plan, Site
+from studies.loka.sites.registry import trace
 from studies.models.recommenders import MODELS, PUBLISHED
 from suite.measure import Context, Pause, Result
 from suite.timing import contest

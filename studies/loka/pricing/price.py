@@ -32,9 +32,9 @@ import torch
 
 from kernels.fp8.quantise import quantise_ref
 from kernels.fp8.recipes import GemmRecipe, OperandRecipe
-from studies.loka.sites.apply import replacement, rewrite
 from studies.loka.pricing.flip import in_recipe
 from studies.loka.pricing.noise import known, output_variance
+from studies.loka.sites.apply import replacement, rewrite
 from studies.loka.sites.products import multiply
 from studies.loka.sites.registry import Registry
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from studies.loka.sites.apply import replacement, rewrite
 from studies.loka.data.batch import Batch
 from studies.loka.data.planted import Planted
+from studies.loka.learning.training import Learner, Training, train
+from studies.loka.measures.safety_map import GRADIENT_DB, HEAD_DB, INNER_DB, OUTPUTS, hardware, judged, kind
+from studies.loka.sites.apply import replacement, rewrite
 from studies.loka.sites.products import Multiply, multiply
 from studies.loka.sites.registry import trace
-from studies.loka.measures.safety_map import GRADIENT_DB, HEAD_DB, INNER_DB, OUTPUTS, hardware, judged, kind
-from studies.loka.learning.training import Learner, Training, train
 from suite.measure import Context, Result
 
 __all__ = ["captured", "operands_of", "seen"]

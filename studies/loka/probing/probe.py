@@ -26,12 +26,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from studies.loka.probing.readings import Readings, SiteReading
+from studies.loka.probing.sketch import COLUMN_ROWS, ROWS, Look, look
+from studies.loka.site import Site
 from studies.loka.sites.apply import Replacement, replacement, rewrite
 from studies.loka.sites.products import Multiply, multiply
-from studies.loka.probing.readings import Readings, SiteReading
 from studies.loka.sites.registry import trace
-from studies.loka.site import Site
-from studies.loka.probing.sketch import COLUMN_ROWS, ROWS, Look, look
 
 __all__ = ["Probe", "bytes_read", "probe"]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from studies.loka.site import Site
 from studies.loka.probing.sketch import Sketch
+from studies.loka.site import Site
 
 __all__ = ["OPERANDS", "Readings", "SiteReading", "read_readings", "write_readings"]
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from studies.loka.report.findings_loss import by_seed, points_of, rank, runs, slope
-from studies.loka.presets import MODS_2K
 from studies.loka.learning.tost import MARGIN, neutrality, relative_changes
+from studies.loka.presets import MODS_2K
+from studies.loka.report.findings_loss import by_seed, points_of, rank, runs, slope
 from suite.claims import Row, View
 from suite.exhibit import Column, Curves, Prose, Series, Table
 from suite.stats import mean_interval

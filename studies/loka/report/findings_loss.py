@@ -15,9 +15,9 @@ from statistics import NormalDist
 
 import numpy as np
 
-from studies.loka.report.findings import missing
-from studies.loka.presets import ALL_MODS
 from studies.loka.learning.tost import MARGIN, neutrality, relative_changes
+from studies.loka.presets import ALL_MODS
+from studies.loka.report.findings import missing
 from suite.claims import Finding, Row, View
 from suite.stats import Equivalence, mean_interval
 

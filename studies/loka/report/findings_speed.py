@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from studies.loka.report.findings import counted, missing
 from studies.loka.presets import ALL_MODS
+from studies.loka.report.findings import counted, missing
 from suite.claims import Finding, Row, View
 from suite.stats import ratio_interval
 

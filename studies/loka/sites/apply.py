@@ -19,12 +19,12 @@ from torch import fx, nn
 
 from kernels.fp8 import autograd
 from kernels.fp8.recipes import PASSES, Recipe
+from studies.loka.site import Plan
 from studies.loka.sites.chains import NORMS, chain
 from studies.loka.sites.fuse import Fusion, fused_linear, fusion_of, why_not_fused
 from studies.loka.sites.products import Form, Multiply
 from studies.loka.sites.registry import Registry, trace
 from studies.loka.sites.sharing import shared_copy, with_forward
-from studies.loka.site import Plan
 
 __all__ = ["Replacement", "apply", "recipe_of", "replacement", "rewrite"]
 

@@ -20,10 +20,10 @@ from kernels.fp8.gemm import scaled_gemm, scaled_gemm_ref
 from kernels.fp8.quantise import Quantised
 from kernels.fp8.recipes import GemmRecipe, OperandRecipe, gemm
 from kernels.fp8.scaling import scale_shape
+from studies.loka.site import Plan
 from studies.loka.sites.chains import chain, consumers
 from studies.loka.sites.fuse import fusion_of
 from studies.loka.sites.registry import Registry
-from studies.loka.site import Plan
 
 __all__ = ["Edge", "edges", "joined_product"]
 

@@ -21,13 +21,13 @@ from kernels.fp8.autograd import linear, matmul, product, quantised
 from kernels.fp8.epilogue import Epilogue
 from kernels.fp8.quantise import Quantised
 from kernels.fp8.recipes import GemmRecipe, Recipe
+from studies.loka.site import Plan
 from studies.loka.sites.apply import Replacement, apply, recipe_of, replacement, rewrite
 from studies.loka.sites.chains import NORMS, chain
 from studies.loka.sites.epilogues import Edge, edges, joined_product
 from studies.loka.sites.fuse import Fusion, fusion_of
 from studies.loka.sites.products import Form
 from studies.loka.sites.registry import Registry, trace
-from studies.loka.site import Plan
 
 __all__ = ["frozen"]
 

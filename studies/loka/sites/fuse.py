@@ -19,14 +19,14 @@ from torch import fx, nn
 
 from kernels.fp8.autograd import linear_backward, product
 from kernels.fp8.epilogue import ACTIVATIONS
-from kernels.fp8.norm_quantise import MAX_K, Saved, norm_quantise, norm_quantise_ref
 from kernels.fp8.norm_backward import norm_backward
+from kernels.fp8.norm_quantise import MAX_K, Saved, norm_quantise, norm_quantise_ref
 from kernels.fp8.quantise import Quantised
 from kernels.fp8.recipes import GemmRecipe, OperandRecipe, Recipe, gemm
 from kernels.fp8.scaling import scale_shape
+from studies.loka.site import Plan
 from studies.loka.sites.chains import NORMS, Step, chain
 from studies.loka.sites.registry import Registry, trace
-from studies.loka.site import Plan
 
 __all__ = ["Fusion", "fused", "fused_linear", "fusion_of", "norm_gradient", "why_not_fused"]
 

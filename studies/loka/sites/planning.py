@@ -18,11 +18,11 @@ import math
 from collections.abc import Iterable, Mapping
 
 from kernels.fp8.recipes import gemm
-from studies.loka.sites.dispatch import Reading
+from studies.loka.measures.safety_map import GRADIENT_DB, INNER_DB
 from studies.loka.probing.predict import FEWEST_ROWS, MAX_DB, Prediction, predict
 from studies.loka.probing.readings import Readings
-from studies.loka.measures.safety_map import GRADIENT_DB, INNER_DB
 from studies.loka.site import Plan, Site
+from studies.loka.sites.dispatch import Reading
 from suite.stats import Interval
 
 __all__ = ["PREFERRED", "THRESHOLDS_DB", "judged", "plan", "speedups_from", "tail"]

@@ -24,9 +24,9 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from studies.loka.site import Site
 from studies.loka.sites.chains import consumers, producers, reaches_output
 from studies.loka.sites.products import Form, form_of, multiply
-from studies.loka.site import Site
 from studies.loka.sites.tracing import modes_kept, traced
 
 __all__ = ["Product", "Registry", "trace"]
