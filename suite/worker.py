@@ -21,6 +21,7 @@ from pathlib import Path
 from suite import _process, _state
 from suite._fence import declared_leftovers, fenced, loaded_by_the_harness, refuse_foreign
 from suite.bundle import Bundle, BundleStore, Draft, Unstorable
+from suite.identity import ROOT
 from suite.job import Job, Outcome, execute
 from suite.rank import collect, remove_left
 
@@ -106,11 +107,12 @@ def draft(job: Job, *, status: str, error: str, started: str, duration_s: float)
 
 
 def read_log(path: Path) -> str:
+    """The log's end, with paths as they are inside the checkout: where it lies on a machine is nobody's business."""
     if not path.is_file():
         return ""
     with open(path, "rb") as f:
         f.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
-        return f.read().decode("utf-8", "replace")
+        return f.read().decode("utf-8", "replace").replace(f"{ROOT}/", "")
 
 
 def _run_ranks(job: Job, device: str) -> Outcome:

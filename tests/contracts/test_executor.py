@@ -21,6 +21,7 @@ from suite.executors.local import LocalExecutor
 from suite.job import Job
 from suite.locks import Held
 from suite.machine import Gpu, Machine
+from suite.worker import read_log
 
 EXECUTORS = {"local": LocalExecutor}
 WAIT_S = 90.0  # for one cell on a loaded machine
@@ -259,6 +260,11 @@ def test_workers_do_not_inherit_what_steers_numbers_and_keep_the_users_python_pa
         (done,) = finish(executor, job(tmp_path, "inherited", names=[*steering, *kept, "MLFLOW_TRACKING_URI", "PYTHONPATH"]))
     facts = read_bundle(Path(done.path)).facts
     assert facts == {**kept, "PYTHONPATH": f"{identity.ROOT}:/opt/one:/opt/two"}
+
+
+def test_a_log_names_files_of_the_checkout_without_saying_where_it_lies(tmp_path):
+    (tmp_path / "log").write_text(f"{identity.ROOT}/suite/cell.py:1: FutureWarning\n")
+    assert read_log(tmp_path / "log") == "suite/cell.py:1: FutureWarning\n"
 
 
 def test_workers_are_told_where_triton_s_cache_lies_unless_the_user_says():
