@@ -1,0 +1,1 @@
+"""Many LoRA fine-tunings at once on one frozen base, searched by Optuna."""
