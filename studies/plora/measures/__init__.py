@@ -1,0 +1,1 @@
+"""Measure functions of the PLoRA study: what a worker runs."""
