@@ -79,12 +79,12 @@ def load_mawps_asdiv(*, cache_dir: _Cache = None) -> Rows:
 
 def load_gsm8k_train(*, cache_dir: _Cache = None) -> Rows:
     """7,473 of (question, worked answer that ends with "#### number")."""
-    return _read("gsm8k-train", cache_dir, _questions)
 
+    def parse(text: str) -> list[tuple[str, ...]]:
+        rows = [json.loads(line) for line in text.removesuffix("\n").split("\n")]
+        return [(row["question"], row["answer"]) for row in rows]
 
-def load_gsm8k_answers(*, cache_dir: _Cache = None) -> Rows:
-    """The 1,319 test rows as (question, worked answer)."""
-    return _read("gsm8k", cache_dir, _questions)
+    return _read("gsm8k-train", cache_dir, parse)
 
 
 def load_cola_train(*, cache_dir: _Cache = None) -> Rows:
@@ -115,11 +115,6 @@ def load_sst2_train(*, cache_dir: _Cache = None) -> Rows:
 def load_sst2_test(*, cache_dir: _Cache = None) -> Rows:
     """1,821 of (sentence, label)."""
     return _read("sst2-test", cache_dir, lambda text: _tsv(text, 0, 1, width=2))
-
-
-def _questions(text: str) -> list[tuple[str, ...]]:
-    rows = [json.loads(line) for line in text.removesuffix("\n").split("\n")]
-    return [(row["question"], row["answer"]) for row in rows]
 
 
 def _number(value: float | str) -> str:

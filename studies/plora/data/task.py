@@ -10,7 +10,8 @@ over `choices` of the logits at position answer_from - 1. A task without classes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -75,13 +76,15 @@ class Examples:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Selection looks at `validation`; `test` is for the report alone. `citation` names the source of the text."""
+    """Selection looks at `validation`; `test` is for the report alone. `citation` names the source of the text, `dropped` counts rows of each
+    part that were too long."""  # fmt: skip
 
     train: Examples
     validation: Examples
     test: Examples
     name: str
     citation: str
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         choices = [None if part.choices is None else part.choices.tolist() for part in self.parts]
