@@ -1,0 +1,139 @@
+"""A pack whose adapters were trained before: it replays their recorded curves, with measured times. Kind: replayed.
+
+    curves = read_curves(ctx.input_record("grid", "curves"))
+    pack = RecordedPack(curves, shape, StepTimes(micro_step_s={1: 0.004, 16: 0.011}, evaluate_s={1: 0.2, 16: 0.9}))
+    driver = Driver(run, pack, ...)                            # as over the engine's pack
+
+A curve is what the engine's pack said of one adapter when it was trained: tokens seen, score and loss at each look. Between two looks the score
+is a straight line between theirs; before the first it is the first. An adapter sees `tokens_a_sequence` (mean real ones of its curve)
+for each sequence that it passes. It trains nothing and invents no adapter: one that was not recorded is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from studies.plora.adapter import AdapterConfig, Evaluation, PackShape, Progress
+
+__all__ = ["Curve", "RecordedPack", "StepTimes", "read_curves"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One recorded adapter. tokens: rising, the last one at or after its budget; test_score: of the finished adapter."""
+
+    adapter: AdapterConfig
+    tokens: tuple[int, ...]
+    scores: tuple[float, ...]
+    losses: tuple[float, ...]
+    tokens_a_sequence: float
+    test_score: float
+
+    def __post_init__(self) -> None:
+        if not len(self.tokens) == len(self.scores) == len(self.losses) > 0 or list(self.tokens) != sorted(set(self.tokens)):
+            raise ValueError(f"a curve has one score and one loss for each of its rising tokens, got {self.tokens=} with {len(self.scores)} and {len(self.losses)}; record it again")
+        if self.tokens[-1] < self.adapter.budget_tokens or not self.tokens_a_sequence > 0:
+            raise ValueError(f"a curve reaches its budget, got {self.tokens[-1]=} {self.adapter.budget_tokens=} {self.tokens_a_sequence=}; record it to its end")
+
+    def at(self, tokens_seen: int) -> Evaluation:
+        return Evaluation(tokens_seen=tokens_seen, score=float(np.interp(tokens_seen, self.tokens, self.scores)), loss=float(np.interp(tokens_seen, self.tokens, self.losses)))
+
+
+def read_curves(record: Sequence[Mapping[str, Any]]) -> dict[AdapterConfig, Curve]:
+    """By adapter (its seed included) from their JSON: fields of Curve, `null` where a number was not finite."""
+    curves = {}
+    for entry in record:
+        numbers = {name: tuple(float("nan") if x is None else float(x) for x in entry[name]) for name in ("scores", "losses")}
+        curve = Curve(adapter=AdapterConfig.from_json(entry["adapter"]), tokens=tuple(entry["tokens"]), **numbers, tokens_a_sequence=entry["tokens_a_sequence"],
+                      test_score=float("nan") if entry["test_score"] is None else entry["test_score"])  # fmt: skip
+        curves[curve.adapter] = curve
+    return curves
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Measured seconds of a micro-step, and of one packed evaluation, by number of live adapters.
+
+    A pack with a number of live adapters that was not timed takes the time of the next larger one that was: not less than its own.
+    """
+
+    micro_step_s: Mapping[int, float]
+    evaluate_s: Mapping[int, float]
+
+    def __post_init__(self) -> None:
+        for name, table in (("micro_step_s", self.micro_step_s), ("evaluate_s", self.evaluate_s)):
+            if not table or min(table) < 1 or min(table.values()) <= 0:
+                raise ValueError(f"times are positive seconds by a number of live adapters, got {name}={dict(table)}; measure at least the full pack")
+
+    def micro_step(self, live: int) -> float:
+        return self.micro_step_s[min(k for k in self.micro_step_s if k >= live)]
+
+    def evaluate(self, live: int) -> float:
+        return self.evaluate_s[min(k for k in self.evaluate_s if k >= live)]
+
+
+class RecordedPack:
+    """adapter.Pack over recorded curves."""
+
+    def __init__(self, curves: Mapping[AdapterConfig, Curve], shape: PackShape, times: StepTimes):
+        if max(times.micro_step_s) < len(shape.slots) or max(times.evaluate_s) < len(shape.slots):
+            raise ValueError(f"the full pack was timed, got {len(shape.slots)} slots and times of {sorted(times.micro_step_s)} and {sorted(times.evaluate_s)} adapters; time it")
+        self.shape, self.curves, self.times = shape, curves, times
+        self._slots: dict[int, tuple[AdapterConfig, int]] = {}  # adapter, sequences passed
+
+    def admit(self, slot: int, adapter: AdapterConfig) -> None:
+        if slot in self._slots or not 0 <= slot < len(self.shape.slots):
+            raise ValueError(f"an adapter starts in an empty slot, got {slot=} with {sorted(self._slots)} taken of {len(self.shape.slots)}; release it first")
+        if adapter.rank > self.shape.slots[slot].rank:
+            raise ValueError(f"a slot holds ranks up to its own, got {adapter.rank=} for {self.shape.slots[slot]}; take a wider slot")
+        if adapter not in self.curves:
+            raise ValueError(f"a recorded pack replays what was recorded, got {adapter} beside {len(self.curves)} others; take the recorded grid for the search's space")
+        self._slots[slot] = (adapter, 0)
+
+    def release(self, slot: int) -> Curve:
+        """Empty the slot; returns the adapter's curve in the place of its weights."""
+        return self.curves[self._slots.pop(slot)[0]]
+
+    def advance(self, micro_steps: int) -> float:
+        spent_s = 0.0
+        for _ in range(micro_steps):
+            training = [slot for slot, p in self.live().items() if not p.done]
+            if not training:
+                break
+            spent_s += self.times.micro_step(len(self._slots))  # a finished adapter idles in its slot: the pack is as large
+            for slot in training:
+                adapter, passed = self._slots[slot]
+                self._slots[slot] = (adapter, passed + self.shape.slots[slot].rows)
+        return spent_s
+
+    def live(self) -> dict[int, Progress]:
+        return {slot: self._progress(adapter, passed) for slot, (adapter, passed) in sorted(self._slots.items())}
+
+    def _progress(self, adapter: AdapterConfig, passed: int) -> Progress:
+        curve = self.curves[adapter]
+        seen = min(int(passed * curve.tokens_a_sequence), curve.tokens[-1])
+        steps = passed // adapter.batch
+        return Progress(adapter=adapter, tokens_seen=seen, optimizer_steps=steps, loss=curve.at(seen).loss if steps else float("nan"))
+
+    def evaluate(self) -> tuple[dict[int, Evaluation], float]:
+        if not self._slots:
+            return {}, 0.0
+        return {slot: self.curves[p.adapter].at(p.tokens_seen) for slot, p in self.live().items()}, self.times.evaluate(len(self._slots))
+
+    def state(self) -> dict[str, Any]:
+        return {"slots": {str(slot): {"adapter": adapter.to_json(), "passed": passed} for slot, (adapter, passed) in self._slots.items()}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._slots = {int(slot): (AdapterConfig.from_json(s["adapter"]), s["passed"]) for slot, s in state["slots"].items()}
+
+
+def one_of(curves: Mapping[AdapterConfig, Curve], adapter: AdapterConfig, seed: int) -> AdapterConfig:
+    """The same configuration under another recorded seed: the `seed`-th of those that were recorded, counted round."""
+    seeds = sorted(a.seed for a in curves if replace(a, seed=adapter.seed) == adapter)
+    if not seeds:
+        raise ValueError(f"a recorded pack replays what was recorded, got {adapter} beside {len(curves)} others; take the recorded grid for the search's space")
+    return replace(adapter, seed=seeds[seed % len(seeds)])
