@@ -25,6 +25,7 @@ PAPER_RANKS = (8, 16, 32, 64, 128)
 PAPER_BATCHES = (1, 2, 4, 8, 16, 32)
 PAPER_RATES = (2e-5, 5.43e-5, 1.47e-4, 4e-4)  # evenly in the logarithm
 PAPER_ALPHA_SHARES = (0.25, 1.0, 2.0, 4.0)  # alpha over rank
+MIXED_OF = 11
 MOST_ADAPTERS = 10  # of which every pack is listed: 1,023
 
 
@@ -33,15 +34,15 @@ def spread(
     ranks: Sequence[int] = PAPER_RANKS, least_tokens: int = 1, most_tokens: int,
 ) -> list[PackShape]:  # fmt: skip
     """`count` different compositions with `least_tokens` to `most_tokens` a micro-step; skip `first` of them to get others. Half of them have
-    slots of one rank, half a rank of its own for each slot. Raises ValueError where the ranges have too few.
+    equal slots, half ranks and rows that differ from slot to slot. Raises ValueError where the ranges have too few.
     """
     found: list[PackShape] = []
     for index in range(1, 400 * (first + count) + 1):
-        length, k, n = (_pick(index, base, values) for base, values in ((2, tokens), (3, slots), (5, rows)))
-        mixed = index % 4 >= 2  # not the parity: it is the first digit in base 2
-        widths = [_pick(index + 7 * i * mixed, 7, ranks) for i in range(k)]
-        shape = canonical(PackShape(tokens=length, slots=tuple(SlotShape(rank=r, rows=n) for r in widths)))
-        if least_tokens <= length * k * n <= most_tokens and shape not in found:
+        length, k = _pick(index, 2, tokens), _pick(index, 3, slots)
+        apart = index % MIXED_OF >= MIXED_OF // 2  # a prime of its own, so that it goes with no range
+        slot = [SlotShape(rank=_pick(index + 3 * i * apart, 7, ranks), rows=_pick(index + 2 * i * apart, 5, rows)) for i in range(k)]
+        shape = canonical(PackShape(tokens=length, slots=tuple(slot)))
+        if least_tokens <= length * sum(s.rows for s in slot) <= most_tokens and shape not in found:
             found.append(shape)
             if len(found) == first + count:
                 return found[first:]
