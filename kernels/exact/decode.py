@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.device import on_gpu
 from kernels.exact._chains import GROUP, span_sum
-from kernels.exact._device import on_gpu
 from kernels.exact.order import CHUNK, span_count
 
 __all__ = ["DecodeSchedule", "PackedWeight", "decode_fma", "decode_schedule", "decode_schedules", "pack_weight"]
@@ -164,10 +164,10 @@ def decode_kernel(
     r = tl.arange(0, R)[None, None, :, None, None]
     b = (d % F) * B + tl.arange(0, B)[None, None, None, :, None]
     n = tl.minimum(tl.program_id(0) * (R * LANES) + r * LANES + lane, N - 1)
-    first_m = tl.program_id(2) * (F * B)
-    m = tl.minimum(b, M - 1 - first_m)  # within the block: offsets there fit 32 bits, which saves registers
+    m = tl.minimum(tl.program_id(2) * (F * B) + b, M - 1)
     w_pointers = w_ptr + (s.to(tl.int64) * G * N + n) * 8
-    x_pointers = x_ptr + first_m.to(tl.int64) * GROUPS_PER_ROW * 8 + (m * GROUPS_PER_ROW + s * G + lane * 0) * 8
+    # offsets in x have 32 bits, which the host sees to: with 64, registers and so whole waves of CTAs were lost (NOTES.md)
+    x_pointers = x_ptr + (m * GROUPS_PER_ROW * 8 + lane * 0) + s * G * 8
     if BY_CHUNK:
         first = chunk * CHUNK_GROUPS
         x_pointers += first * 8
@@ -226,6 +226,7 @@ _WIDE = {1: (2, 4, 1, True, False, 1), 2: (2, 4, 1, True, False, 1), 4: (2, 2, 1
 _NARROW = {1: (1, 16, 1, False, False, 1), 2: (2, 4, 4, False, True, 2), 4: (2, 4, 4, True, True, 2), 8: (2, 4, 4, False, True, 2), 16: (2, 2, 2, False, True, 1)}
 _LONG = {1: (1, 16, 1, False, False, 1), 2: (2, 4, 2, True, True, 1), 4: (4, 2, 4, False, True, 1), 8: (4, 4, 2, False, True, 1), 16: (2, 2, 2, False, True, 1)}
 MOST_BLOCKS = 65535  # of tokens in one launch: a grid's third axis
+MOST_ELEMENTS = 2**31 - 1  # of x in one launch: the kernel's offsets in it have 32 bits
 _FINISH_CHUNKS = 2  # up to so many chunks a span the last CTA adds them itself; more take longer than a second launch
 
 
@@ -260,12 +261,13 @@ def decode_fma(x_MK: torch.Tensor, weight: PackedWeight, schedule: DecodeSchedul
     chunks = triton.cdiv(groups, CHUNK // GROUP) if schedule.by_chunk else 1
     parts = chunks * spans if schedule.by_chunk else split
     y_MN = output_buffer(out, m, n, x_MK.device)
-    if m > (most := MOST_BLOCKS * schedule.block_m * schedule.folds):
+    tokens = schedule.block_m * schedule.folds
+    if m > (most := max(min(MOST_BLOCKS, MOST_ELEMENTS // (spans * groups * GROUP * tokens)), 1) * tokens):
         for m0 in range(0, m, most):
             decode_fma(x_MK[m0 : m0 + most], weight, schedule, y_MN[m0 : m0 + most])
         return y_MN
     sums = y_MN if parts == 1 else torch.empty((parts, m, n), dtype=torch.float32, device=x_MK.device)
-    grid = (triton.cdiv(n, schedule.block_n), split * chunks, triton.cdiv(m, schedule.block_m * schedule.folds))
+    grid = (triton.cdiv(n, schedule.block_n), split * chunks, triton.cdiv(m, tokens))
     finish = schedule.by_chunk and 1 < parts and chunks <= _FINISH_CHUNKS and grid[0] * grid[2] <= weight.tickets.numel()
     decode_kernel[grid](
         pad_spans(x_MK, spans), weight.data, sums, y_MN, weight.tickets, m, n, groups, spans * groups, B=schedule.block_m, F=schedule.folds, R=schedule.rows,
