@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.exact.elementary import _TAIL_END, TAIL_END, erf_f32, erf_host, exp_f32, exp_host, log_f32, log_host, tail_f32, tail_host, tanh_f32, tanh_host
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.exact.activations import exp_ref
 from kernels.exact.attention import BLOCK_KEYS, score_scale
 from kernels.exact.elementary import exp_f32

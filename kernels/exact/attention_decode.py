@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.device import on_gpu
 from kernels.exact._chains import load8, split4, unpack8
-from kernels.exact._device import on_gpu
 from kernels.exact.activations import exp_f32
 
 __all__ = ["AttentionDecodeSchedule", "append_tokens", "decode_attention", "decode_schedule", "decode_schedules"]

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.exact.activations import exp_f32
 
 __all__ = ["AttentionPrefillSchedule", "prefill_attention", "prefill_schedules"]

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.exact.activations import exp_ref
 from kernels.exact.elementary import exp_f32
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.device import on_gpu
 from kernels.exact import _integer_c
-from kernels.exact._device import on_gpu
 from kernels.exact.ieee import assert_subnormals_kept
 from kernels.exact.slices import DTYPES, EX_NONFINITE, EX_ZERO, digits_ref, padded, quantise_ref, row_exponents_ref, slice_rows
 

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.device import on_gpu
 from kernels.exact import _integer_c
-from kernels.exact._device import on_gpu
 from kernels.exact.integer import IntegerWeight, groups_of, integer_finish, linear_integer, linear_integer_ref, prepare_integer
 from kernels.exact.integer_decode import IntegerDecodeSchedule
 from kernels.exact.integer_prefill import IntegerPrefillSchedule

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.exact.ieee import assert_subnormals_kept, fma_f32
 
 __all__ = [

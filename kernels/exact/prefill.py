@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.device import on_gpu
 from kernels.exact._chains import span_sum
-from kernels.exact._device import on_gpu
 from kernels.exact.decode import PackedWeight, dividing_unroll, output_buffer, pad_spans
 
 __all__ = ["PrefillSchedule", "prefill_fma", "prefill_schedule", "prefill_schedules"]

@@ -19,7 +19,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.exact.decode import PackedWeight, output_buffer, pad_spans, parts_kernel
 from kernels.exact.order import CHUNK
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.exact.elementary import log_f32, log_host
 from kernels.exact.ieee import assert_subnormals_kept
 from kernels.exact.philox import philox_ref, philox_u32

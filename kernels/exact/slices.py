@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.exact.ieee import assert_subnormals_kept
 
 __all__ = ["DTYPES", "EX_NONFINITE", "EX_ZERO", "PAD_K", "Q_MAX", "Q_MIN", "digits_ref", "padded", "quantise_ref", "row_exponents_ref", "slice_rows"]

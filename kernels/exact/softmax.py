@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.exact.elementary import exp_f32, exp_host, log_f32, log_host
 from kernels.exact.ieee import assert_subnormals_kept
 from kernels.exact.norm import LANES, lane_sum_ref, tree_sum

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.fp8._gemm_kernel import gemm_kernel, join_kernel
 from kernels.fp8.cublas import ALIGN, cublas_scaled_mm, why_not
 from kernels.fp8.emulate import multiply_ref

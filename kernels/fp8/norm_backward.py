@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.fp8.epilogue import FEATURES
 from kernels.fp8.norm_quantise import Saved, check_rows, row_schedule
 

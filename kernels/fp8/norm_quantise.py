@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.fp8.epilogue import FEATURES, activate, activate_ref, check_norm, normalise, normalise_ref, quantise_tile
 from kernels.fp8.formats import E4M3, cast
 from kernels.fp8.quantise import Quantised, quantise_ref

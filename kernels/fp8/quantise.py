@@ -25,7 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.fp8.formats import E4M3, cast
 from kernels.fp8.recipes import BLOCK, OperandRecipe
 from kernels.fp8.scaling import amax_ref, expand_scale, finite_abs, fp8_bits, scale_rule, scale_rule_ref, scale_shape

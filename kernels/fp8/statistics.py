@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.exact._device import on_gpu
+from kernels.device import on_gpu
 from kernels.fp8.scaling import finite_abs
 
 __all__ = ["EXPONENTS", "MIN_EXPONENT", "Statistics", "statistics", "statistics_ref"]

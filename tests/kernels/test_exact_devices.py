@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels.device import on_gpu
 from kernels.exact import activations, attention, attention_backward, backward, integer, norm, optimizer, rope, sampling, softmax
-from kernels.exact._device import on_gpu
 from kernels.exact.decode import DecodeSchedule, pack_weight
 from kernels.exact.ieee import fma_f32
 from kernels.exact.linear import linear_fma

@@ -104,14 +104,14 @@ def test_extreme_logits_are_drawn_or_never_drawn() -> None:
     (dict(logits_MV=torch.zeros(2, 4, dtype=torch.float64)), "float32, bfloat16"),
 ])  # fmt: skip
 def test_wrong_operands_are_named(change: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.exact._device._launches_nothing", lambda: True)  # so the operands stay on the CPU
+    monkeypatch.setattr("kernels.device._launches_nothing", lambda: True)  # so the operands stay on the CPU
     for op in (sample_ref, sample):  # the checks come before anything touches a device
         with pytest.raises(ValueError, match=message):
             op(**{**dict(logits_MV=torch.zeros(2, 4)), **tokens(2), **change})
 
 
 def test_argmax_names_wrong_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.exact._device._launches_nothing", lambda: True)  # so the operands stay on the CPU
+    monkeypatch.setattr("kernels.device._launches_nothing", lambda: True)  # so the operands stay on the CPU
     for op in (argmax_ref, argmax):
         with pytest.raises(ValueError, match="0 < V"):
             op(torch.zeros(2, 0))
