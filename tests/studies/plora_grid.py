@@ -46,11 +46,11 @@ def pack(slots=8, kind=RecordedPack, rank=64):
     return kind(grid(), PackShape(tokens=32, slots=(SlotShape(rank=rank),) * slots), TIMES)
 
 
-def searched(home: Path, *, slots=8, trials=24, sampler="tpe", seed=3, prune=PRUNE, refill=True, kind=RecordedPack, **options):
+def searched(home: Path, *, slots=8, trials=24, sampler="tpe", seed=3, prune=PRUNE, refill=True, kind=RecordedPack, micro_steps=32, checkpoint_s=60.0, **options):
     """A whole search; returns what it found."""
     search = search_of(SPACE, name="toy", sampler=sampler, sampler_seed=seed, trials=trials, slots=slots)
     with SearchRun(search, home) as run:
-        return drive(run, pack(slots, kind), adapter_of, Strategy(prune=prune, refill=refill, micro_steps=32, checkpoint_s=options.pop("checkpoint_s", 60.0)), home, **options)
+        return drive(run, pack(slots, kind), adapter_of, Strategy(prune=prune, refill=refill, micro_steps=micro_steps, checkpoint_s=checkpoint_s), home, **options)
 
 
 __all__ = ["BUDGET", "NO_PRUNING", "PRUNE", "SPACE", "TIMES", "adapter_of", "curve", "final_score", "grid", "pack", "searched"]

@@ -190,17 +190,21 @@ class _Drive:
         slots = {int(slot): number for slot, number in event["slots"].items()} if event else {}
         missing = {n for n in slots.values() if n not in self.adapters}
         self.adapters |= {t.number: self.adapter_of(t.params) for t in self.run.trials() if t.number in missing} if missing else {}
+        if slots:
+            self._admit_cohort([self.adapters[n] for n in slots.values()], list(slots.values()))
         for slot, number in slots.items():
             if train:
                 self.pack.admit(slot, self.adapters[number])
             self.placed[slot] = number
         self.waiting = [(n, a) for n, a in self.waiting if n not in slots.values()]
-        if slots:
-            if self.rungs is None:
-                self.rungs = Rungs(self.strategy.prune, min(self.adapters[n].budget_tokens for n in slots.values()))
-            if any(self.adapters[n].budget_tokens != self.rungs.budget_tokens for n in slots.values()):
-                raise ValueError(f"adapters that are compared have one budget, got {self.rungs.budget_tokens} and {[self.adapters[n].budget_tokens for n in slots.values()]}; fix it")
-            self.rungs.admit({n: self.adapters[n].rank for n in slots.values()})
+
+    def _admit_cohort(self, adapters: list[AdapterConfig], numbers: list[int]) -> None:
+        budgets = {a.budget_tokens for a in adapters} | ({self.rungs.budget_tokens} if self.rungs else set())
+        if len(budgets) > 1:
+            raise ValueError(f"adapters that are compared have one budget, got {sorted(budgets)} tokens; let adapter_of give all the same")
+        if self.rungs is None:
+            self.rungs = Rungs(self.strategy.prune, budgets.pop())
+        self.rungs.admit({n: a.rank for n, a in zip(numbers, adapters)})
 
     def _choice(self) -> dict[str, int]:
         """Slot -> trial of those that start now: the oldest first, each in the narrowest free slot that holds it."""
