@@ -39,7 +39,7 @@ def grid():
     return {a: curve(a) for a in adapters}
 
 
-TIMES = StepTimes(micro_step_s={1: 0.004, 8: 0.008}, evaluate_s={1: 0.05, 8: 0.1})
+TIMES = StepTimes(micro_step_s={(1, 1, 64): 0.004, (8, 1, 64): 0.008, (8, 1, 8): 0.008}, evaluate_s={1: 0.05, 8: 0.1})
 
 
 def pack(slots=8, kind=RecordedPack, rank=64):

@@ -1,7 +1,7 @@
 """A pack whose adapters were trained before: it replays their recorded curves, with measured times. Kind: replayed.
 
     curves = read_curves(ctx.input_record("grid", "curves"))
-    pack = RecordedPack(curves, shape, StepTimes(micro_step_s={1: 0.004, 16: 0.011}, evaluate_s={1: 0.2, 16: 0.9}))
+    pack = RecordedPack(curves, shape, StepTimes(micro_step_s={(16, 1, 64): 0.011}, evaluate_s={16: 0.9}))
     driver = Driver(run, pack, ...)                            # as over the engine's pack
 
 A curve is what the engine's pack said of one adapter when it was trained: tokens seen, score and loss at each look. Between two looks the score
@@ -19,7 +19,7 @@ import numpy as np
 
 from studies.plora.adapter import AdapterConfig, Evaluation, PackShape, Progress
 
-__all__ = ["Curve", "RecordedPack", "StepTimes", "read_curves"]
+__all__ = ["Curve", "RecordedPack", "StepTimes", "one_of", "read_curves"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +56,52 @@ def read_curves(record: Sequence[Mapping[str, Any]]) -> dict[AdapterConfig, Curv
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Measured seconds of a micro-step, and of one packed evaluation, by number of live adapters.
+    """Measured seconds: of a micro-step by (live adapters, rows a slot, rank of the widest slot), of one packed evaluation by live adapters.
 
     A pack with a number of live adapters that was not timed takes the time of the next larger one that was: not less than its own.
     """
 
-    micro_step_s: Mapping[int, float]
+    micro_step_s: Mapping[tuple[int, int, int], float]
     evaluate_s: Mapping[int, float]
 
     def __post_init__(self) -> None:
         for name, table in (("micro_step_s", self.micro_step_s), ("evaluate_s", self.evaluate_s)):
-            if not table or min(table) < 1 or min(table.values()) <= 0:
-                raise ValueError(f"times are positive seconds by a number of live adapters, got {name}={dict(table)}; measure at least the full pack")
+            if not table or not min(table.values()) > 0:
+                raise ValueError(f"times are positive seconds, at least one, got {name}={dict(table)}; measure them")
 
-    def micro_step(self, live: int) -> float:
-        return self.micro_step_s[min(k for k in self.micro_step_s if k >= live)]
+    def micro_step(self, live: int, rows: int, rank: int) -> float:
+        return self.micro_step_s[self._timed(live, rows, rank), rows, rank]
 
     def evaluate(self, live: int) -> float:
         return self.evaluate_s[min(k for k in self.evaluate_s if k >= live)]
+
+    def check(self, shape: PackShape) -> None:
+        """Raises ValueError where packs of the shape were not timed."""
+        rows, rank = _rows(shape), _rank(shape)
+        self._timed(len(shape.slots), rows, rank)
+        if max(self.evaluate_s) < len(shape.slots):
+            raise ValueError(f"the evaluation of a full pack was timed, got {len(shape.slots)} slots and times of {sorted(self.evaluate_s)} adapters; time it")
+
+    def _timed(self, live: int, rows: int, rank: int) -> int:
+        timed = [k for k, r, c in self.micro_step_s if (r, c) == (rows, rank) and k >= live]
+        if not timed:
+            raise ValueError(f"a full pack of the same rows and rank was timed, got {live} adapters, {rows=}, {rank=} and times of {sorted(self.micro_step_s)}; time it")
+        return min(timed)
+
+
+def _rows(shape: PackShape) -> int:
+    return max(slot.rows for slot in shape.slots)
+
+
+def _rank(shape: PackShape) -> int:
+    return max(slot.rank for slot in shape.slots)
 
 
 class RecordedPack:
     """adapter.Pack over recorded curves."""
 
     def __init__(self, curves: Mapping[AdapterConfig, Curve], shape: PackShape, times: StepTimes):
-        if max(times.micro_step_s) < len(shape.slots) or max(times.evaluate_s) < len(shape.slots):
-            raise ValueError(f"the full pack was timed, got {len(shape.slots)} slots and times of {sorted(times.micro_step_s)} and {sorted(times.evaluate_s)} adapters; time it")
+        times.check(shape)
         self.shape, self.curves, self.times = shape, curves, times
         self._slots: dict[int, tuple[AdapterConfig, int]] = {}  # adapter, sequences passed
 
@@ -104,7 +124,7 @@ class RecordedPack:
             training = [slot for slot, p in self.live().items() if not p.done]
             if not training:
                 break
-            spent_s += self.times.micro_step(len(self._slots))  # a finished adapter idles in its slot: the pack is as large
+            spent_s += self.times.micro_step(len(self._slots), _rows(self.shape), _rank(self.shape))  # a finished adapter idles in its slot: the pack is as large
             for slot in training:
                 adapter, passed = self._slots[slot]
                 self._slots[slot] = (adapter, passed + self.shape.slots[slot].rows)
