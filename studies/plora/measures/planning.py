@@ -1,58 +1,52 @@
 """Measure functions of planning: models fitted to timed compositions, their errors on others, planners' regret, makespans computed from step times.
 
-    cost_model(ctx)                                    # input "times": lines of the parts "fit" and "holdout"
-    memory_model(ctx, config={...}, answer_tokens=1)   # input "times" with peaks; input "largest" where the most slots were tried
-    regret(ctx, config={...}, answer_tokens=1, cases=[case.to_json(), ...])             # inputs "model", "times", and "memory" where it is calibrated
+    cost_model(ctx)                                    # inputs "fit" and "holdout": step times of different compositions
+    memory_model(ctx, config={...}, answer_tokens=16)  # the same inputs, for the peaks beside the times
+    regret(ctx, config={...}, answer_tokens=16, cases=[case.to_json(), ...])            # inputs "model", "times", and "memory" where it is calibrated
     makespan(ctx, config={...}, tokens=256, real_tokens=61.5, budget_tokens=90_000, gpus=8, ...)        # inputs "packed", "eager", "graphed"
-    clusters(ctx, config={...}, tokens=512, ...)       # input "model": kind simulated
+    gaps(ctx, config={...}, answer_tokens=16, cases=[...])      # input "model", else an assumed one: kind simulated
+    clusters(ctx, config={...}, tokens=512, ...)       # likewise
 
-What they read. Record "step_times": lines {"tokens": 512, "slots": [[rank, rows], ...], "seconds": of a micro-step with its share of optimizer steps,
-"peak_bytes": or null, "part": "fit" | "holdout" | ..., "variant": "packed" | "eager" | "graphed" where one bundle has several, "kind": "measured" if
-absent}. Record "largest": lines {"tokens", "slot": [rank, rows], "limit_bytes", "k"}, k the most slots that trained. `config` holds the fields of a
-LlamaConfig. Nothing here runs a model or needs a GPU.
+A table of step times is the record "step_times" of its cell (studies.plora.measures.step_times): lines {"tokens": 512, "slots": [[rank, rows], ...], "seconds",
+"peak_bytes": or null}. `config` holds the fields of a LlamaConfig. Nothing here runs a model or needs a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from studies.models.config import LlamaConfig
-from studies.plora.adapter import AdapterConfig, PackShape, SlotShape
+from studies.plora.adapter import PackShape
 from studies.plora.planning import memory, simulate
 from studies.plora.planning import regret as regrets
 from studies.plora.planning.cases import Case
-from studies.plora.planning.continuous import continuous
-from studies.plora.planning.design import paper_configurations
+from studies.plora.planning.continuous import continuous, takes
+from studies.plora.planning.design import paper_configurations, shape_json
 from studies.plora.planning.dtm import dtm
 from studies.plora.planning.exact import exact
 from studies.plora.planning.planners import Instance, chunks, fifo, longest_first, lpt, sequential
+from studies.plora.planning.roofline import assumed
 from studies.plora.planning.schedule import Job, Schedule
 from studies.plora.planning.time_model import StepTable, StepTime, TimeModel, errors, fit, mape
 from studies.plora.planning.work import Work
-from suite.measure import Context, Result, weakest
+from suite.measure import Context, Result
 
-__all__ = ["cost_model", "clusters", "makespan", "memory_model", "regret"]
+__all__ = ["clusters", "cost_model", "gaps", "makespan", "memory_model", "one_by_one", "regret"]
 
-FIT, HOLDOUT = "fit", "holdout"
 PLANNERS = (exact, chunks, lpt, fifo, dtm, sequential)  # the first is the one that the claim is about
-Lines = Sequence[Mapping[str, Any]]
 
 
 def cost_model(ctx: Context, *, host_s: float | None = None) -> Result:
-    """Fit on one part of the input "times", judge on the other. `host_s`: the host's time of launching a step, where nothing is captured.
+    """Fit on the input "fit", judge on the input "holdout". `host_s`: the host's time of launching a step, where nothing is captured.
 
     Metrics: mape and its bounds mape_low and mape_high (95%, bootstrap over compositions), worst_error, mape_fit, fit_points, holdout_points.
     Records: "model"; "residuals", a line a point. Raises ValueError where a composition is in both parts.
     """
-    lines = _step_times(ctx, "times")
-    seen, unseen = _part(lines, FIT), _part(lines, HOLDOUT)
-    both = [p.shape for p in unseen if p.shape in StepTable(seen)]
-    if both or len(unseen) < 2:
-        raise ValueError(f"errors are those of compositions that the fit never saw, at least 2, got {len(unseen)=} with {len(both)} in both parts; time others")
+    seen, unseen = _apart(ctx)
     model = fit(seen, host_s=host_s)
     found = mape(errors(model, unseen), seed=ctx.seed)
     return Result(
@@ -60,52 +54,62 @@ def cost_model(ctx: Context, *, host_s: float | None = None) -> Result:
             "mape": found.value, "mape_low": found.low, "mape_high": found.high, "worst_error": float(np.abs(errors(model, unseen)).max()),
             "mape_fit": float(np.abs(errors(model, seen)).mean()), "fit_points": float(len(seen)), "holdout_points": float(len(unseen)),
         },
-        records={"model": asdict(model), "residuals": [_residual(model, p, part) for part, points in ((FIT, seen), (HOLDOUT, unseen)) for p in points]},
-        kind=_kind(lines),
+        records={"model": asdict(model), "residuals": [_residual(model, p, part) for part, points in (("fit", seen), ("holdout", unseen)) for p in points]},
     )  # fmt: skip
 
 
 def memory_model(ctx: Context, *, config: dict, answer_tokens: int | None = None, element_bytes: int = 2) -> Result:
-    """Calibrate on the peaks of one part of "times", judge on the other; and the most slots that fit, against those that trained (input "largest").
+    """Calibrate on the peaks of the input "fit", judge on those of "holdout".
 
-    Metrics: memory_mape, memory_worst; largest_k_gap, the greatest |predicted - tried|, where it was tried. Records: "calibration", "peaks", "largest".
+    Metrics: memory_mape, memory_worst. Records: "calibration"; "peaks", a line a point. Raises ValueError where an input has no peaks.
     """
-    lines, shape_of = _step_times(ctx, "times"), LlamaConfig(**config)
-    seen, unseen = ([(p.shape, p.peak_bytes) for p in _part(lines, part) if p.peak_bytes] for part in (FIT, HOLDOUT))
+    shape_of, how = LlamaConfig(**config), {"answer_tokens": answer_tokens, "element_bytes": element_bytes}
+    seen, unseen = ([(p.shape, p.peak_bytes) for p in points if p.peak_bytes] for points in _apart(ctx))
     if not unseen:
-        raise ValueError("a memory model is judged on peaks that it never saw, got none in the part 'holdout'; read peaks beside the times")
-    how = {"answer_tokens": answer_tokens, "element_bytes": element_bytes}
+        raise ValueError("a memory model is judged on peaks that it never saw, got none in the input 'holdout'; read peaks beside the times")
     calibration = memory.calibrate(shape_of, seen, **how)
-    peaks = [{**_shape(s), "part": part, "peak_bytes": peak, "predicted_bytes": memory.predict(shape_of, s, calibration=calibration, **how).total}
-             for part, points in ((FIT, seen), (HOLDOUT, unseen)) for s, peak in points]  # fmt: skip
-    off = [abs(p["predicted_bytes"] / p["peak_bytes"] - 1) for p in peaks if p["part"] == HOLDOUT]
-    largest = [_largest(shape_of, line, calibration, how) for line in (ctx.input_record("largest", "largest") if "largest" in ctx.inputs else [])]
-    gap = {"largest_k_gap": float(max(abs(x["predicted_k"] - x["k"]) for x in largest))} if largest else {}
-    return Result(
-        metrics={"memory_mape": float(np.mean(off)), "memory_worst": max(off), **gap},
-        records={"calibration": asdict(calibration), "peaks": peaks, "largest": largest}, kind=_kind(lines),
-    )  # fmt: skip
+    peaks = [{**shape_json(s), "part": part, "peak_bytes": peak, "predicted_bytes": memory.predict(shape_of, s, calibration=calibration, **how).total}
+             for part, points in (("fit", seen), ("holdout", unseen)) for s, peak in points]  # fmt: skip
+    off = [abs(p["predicted_bytes"] / p["peak_bytes"] - 1) for p in peaks if p["part"] == "holdout"]
+    return Result(metrics={"memory_mape": float(np.mean(off)), "memory_worst": max(off)}, records={"calibration": asdict(calibration), "peaks": peaks})
 
 
-def regret(ctx: Context, *, config: dict, cases: list, answer_tokens: int | None = None, element_bytes: int = 2) -> Result:
+def regret(ctx: Context, *, config: dict, cases: list, answer_tokens: int | None = None, element_bytes: int = 2, reserve: float = 0.03) -> Result:
     """Every planner on every case (studies.plora.planning.cases), its plan judged by measured step times against the best of all plans.
 
-    Metrics, of the exact planner: planner_regret, the worst over cases, planner_regret_mean, cases, fewest_plans. Record "planners": a line a case and
-    planner, with its regret (null where its plan did not fit), and its gap: predicted makespan over the exact one's, less 1. Kind: replayed.
+    reserve: share of the memory that planners leave free, as their memory model errs; the best plan may use it. Metrics, of the exact planner:
+    planner_regret, the worst over cases (infinite where a plan did not fit), planner_regret_mean, cases, fewest_plans. Record "planners": a line a case
+    and planner; regret is null where the plan did not fit, gap is predicted makespan over the exact one's, less 1. Kind: replayed.
     """
-    lines, bytes_of = _step_times(ctx, "times"), _bytes_of(ctx, config, answer_tokens, element_bytes)
-    model, table = TimeModel(**ctx.input_record("model", "model")), StepTable(map(StepTime.from_json, lines))
+    if not 0 <= reserve < 1:
+        raise ValueError(f"a reserve is a share of the memory, got {reserve=}; 0.03 is three percent")
+    bytes_of = _bytes_of(ctx, config, answer_tokens, element_bytes)
+    model, table = TimeModel(**ctx.input_record("model", "model")), StepTable(_points(ctx, "times"))
     found = []
     for number, case in enumerate(map(Case.from_json, cases)):
-        of = [regrets.regret(case, model, table, bytes_of, planner=planner) for planner in PLANNERS]
+        of = [regrets.regret(case, model, table, bytes_of, planner=planner, reserve=reserve) for planner in PLANNERS]
         found += [{"case": number, "gpus": case.gpus, "limit_bytes": case.limit_bytes, "planner": r.planner, "regret": r.regret if r.chosen_s < np.inf else None,
                    "chosen_s": r.chosen_s if r.chosen_s < np.inf else None, "best_s": r.best_s, "predicted_s": r.predicted_s, "plans": r.plans,
                    "gap": r.predicted_s / of[0].predicted_s - 1} for r in of]  # fmt: skip
     ours = [np.inf if x["regret"] is None else x["regret"] for x in found if x["planner"] == PLANNERS[0].__name__]
     return Result(
         metrics={"planner_regret": float(max(ours)), "planner_regret_mean": float(np.mean(ours)), "cases": float(len(ours)), "fewest_plans": float(min(x["plans"] for x in found))},
-        records={"planners": found}, kind=weakest(["replayed", _kind(lines)]),
+        records={"planners": found}, kind="replayed",
     )  # fmt: skip
+
+
+def gaps(ctx: Context, *, config: dict, cases: list, answer_tokens: int | None = None, element_bytes: int = 2) -> Result:
+    """What each planner's makespan is above the exact one's, all under one model: by how much heuristics fall short. Kind: simulated.
+
+    Metrics: gap_chunks, gap_lpt, gap_fifo, gap_dtm, gap_sequential: means over cases. Record "planners": a line a case and planner.
+    """
+    model, bytes_of, found = _model(ctx, config), _bytes_of(ctx, config, answer_tokens, element_bytes), []
+    for number, case in enumerate(map(Case.from_json, cases)):
+        plans = [(planner.__name__, planner(case.instance({1: model}, bytes_of))) for planner in PLANNERS]
+        found += [{"case": number, "gpus": case.gpus, "limit_bytes": case.limit_bytes, "planner": plan.made_by, "gap": plan.makespan_s / plans[0][1].makespan_s - 1,
+                   "predicted_s": plan.makespan_s, "bound_ratio": plan.ratio, "graham": plan.graham, "name": name} for name, plan in plans]  # fmt: skip
+    mean = lambda name: float(np.mean([x["gap"] for x in found if x["name"] == name]))  # noqa: E731
+    return Result(metrics={f"gap_{p.__name__}": mean(p.__name__) for p in PLANNERS[1:]}, records={"planners": found}, kind="simulated")
 
 
 def makespan(
@@ -120,18 +124,18 @@ def makespan(
     Records: "makespans"; "order", who trains where.
     """
     work = Work(adapters=paper_configurations(budget_tokens=budget_tokens), tokens=tokens, real_tokens=real_tokens)
-    inputs = {role: _step_times(ctx, role) for role in ("packed", "eager", "graphed") if role in ctx.inputs}
-    tables = {role: StepTable(map(StepTime.from_json, lines)) for role, lines in inputs.items()}
+    points = {role: _points(ctx, role) for role in ("packed", "eager", "graphed") if role in ctx.inputs}
+    tables = {role: StepTable(of) for role, of in points.items()}
     instance = Instance(work=work, gpus=gpus, models={1: tables["packed"]}, bytes_of=_bytes_of(ctx, config, answer_tokens, element_bytes),
                         limit_bytes=limit_bytes, setup_s=setup_s, most_slots=len(work))  # fmt: skip
-    best = continuous(instance, _usable(work, inputs["packed"]))
+    best = continuous(instance, [p.shape for p in points["packed"] if _serves(p.shape, work)])
     alone = {role: one_by_one(work, table, gpus, setup_s=setup_s) for role, table in tables.items() if role != "packed"}
-    spans = [{"arm": "packed", "makespan_s": best.makespan_s, "busy_share": 1 - best.idle_share, **_shape(best.shape), "seconds_per_step": best.seconds_per_step}]
+    spans = [{"arm": "packed", "makespan_s": best.makespan_s, "busy_share": 1 - best.idle_share, **shape_json(best.shape), "seconds_per_step": best.seconds_per_step}]
     spans += [{"arm": role, "makespan_s": s.makespan_s, "busy_share": s.busy_share, "bound_ratio": s.ratio} for role, s in alone.items()]
     return Result(
         metrics={"makespan_s": best.makespan_s, "idle_share": best.idle_share, "slots": float(len(best.shape.slots)),
                  **{f"makespan_over_{role}": s.makespan_s / best.makespan_s for role, s in alone.items()}},
-        records={"makespans": spans, "order": best.order}, kind=weakest(["simulated", *(_kind(lines) for lines in inputs.values())]),
+        records={"makespans": spans, "order": best.order}, kind="simulated",
     )  # fmt: skip
 
 
@@ -151,11 +155,11 @@ def clusters(
     ctx: Context, *, config: dict, tokens: int, real_tokens: float, budget_tokens: int, gpus: list, limit_bytes: int, most_rows: int = 4,
     degrees: Sequence[int] = (1, 2, 4, 8), answer_tokens: int | None = None, element_bytes: int = 2,
 ) -> Result:  # fmt: skip
-    """All planners on clusters of `gpus` GPUs, PLoRA's 120 configurations, by the model of the input "model". Kind: simulated.
+    """All planners on clusters of `gpus` GPUs, PLoRA's 120 configurations, by the model of the input "model" or an assumed one. Kind: simulated.
 
     Metrics, on the largest cluster: simulated_over_sequential and simulated_over_dtm, makespans over continuous packing's. Record "planners".
     """
-    model, shape = TimeModel(**ctx.input_record("model", "model")), LlamaConfig(**config)
+    model, shape = _model(ctx, config), LlamaConfig(**config)
     work = Work(adapters=paper_configurations(budget_tokens=budget_tokens), tokens=tokens, real_tokens=real_tokens, most_rows=most_rows)
     models = simulate.sharded(model, shape, degrees=degrees, element_bytes=element_bytes)
     bytes_of = _bytes_of(ctx, config, answer_tokens, element_bytes)
@@ -171,24 +175,27 @@ def clusters(
 # ---- shared by the cells -------------------------------------------------------------------------------------------------------------
 
 
-def _step_times(ctx: Context, role: str) -> list[dict]:
-    """The lines of an input, of its role's variant where lines say which they are."""
-    lines = ctx.input_record(role, "step_times")
-    return [line for line in lines if line.get("variant", role) in (role, "packed" if role == "times" else role)]
+def _points(ctx: Context, role: str) -> list[StepTime]:
+    return [StepTime.from_json(line) for line in ctx.input_record(role, "step_times")]
 
 
-def _part(lines: Lines, part: str) -> list[StepTime]:
-    return [StepTime.from_json(line) for line in lines if line.get("part") == part]
+def _apart(ctx: Context) -> tuple[list[StepTime], list[StepTime]]:
+    """What is fitted and what is foretold. Raises ValueError where a composition is both."""
+    seen, unseen = _points(ctx, "fit"), _points(ctx, "holdout")
+    both = [p.shape for p in unseen if p.shape in StepTable(seen)]
+    if both or len(unseen) < 2:
+        raise ValueError(f"errors are those of compositions that the fit never saw, at least 2, got {len(unseen)=}, {len(both)} of them fitted too; time others")
+    return seen, unseen
 
 
-def _kind(lines: Lines) -> str:
-    return weakest([line.get("kind", "measured") for line in lines])
+def _model(ctx: Context, config: dict) -> TimeModel:
+    """The fitted one, where there is an input "model"."""
+    return TimeModel(**ctx.input_record("model", "model")) if "model" in ctx.inputs else assumed(LlamaConfig(**config))
 
 
-def _usable(work: Work, lines: Lines) -> list[PackShape]:
-    """Timed compositions of these tokens in which every adapter finds a slot."""
-    shapes = [p.shape for p in map(StepTime.from_json, lines) if p.shape.tokens == work.tokens]
-    return [s for s in shapes if all(any(a.rank <= slot.rank and a.batch % slot.rows == 0 for slot in s.slots) for a in work.adapters)]
+def _serves(shape: PackShape, work: Work) -> bool:
+    """Whether every adapter finds a slot."""
+    return shape.tokens == work.tokens and all(any(takes(slot, a) for slot in shape.slots) for a in work.adapters)
 
 
 def _bytes_of(ctx: Context, config: dict, answer_tokens: int | None, element_bytes: int) -> Callable[[PackShape], int]:
@@ -198,15 +205,7 @@ def _bytes_of(ctx: Context, config: dict, answer_tokens: int | None, element_byt
     return lambda shape: memory.predict(shape_of, shape, answer_tokens=answer_tokens, element_bytes=element_bytes, calibration=found).total
 
 
-def _largest(config: LlamaConfig, line: Mapping[str, Any], calibration: memory.Calibration, how: Mapping[str, Any]) -> dict[str, Any]:
-    slot = SlotShape(rank=line["slot"][0], rows=line["slot"][1])
-    return {**line, "predicted_k": memory.largest_k(config, slot, tokens=line["tokens"], limit_bytes=line["limit_bytes"], calibration=calibration, **how)}
-
-
 def _residual(model: TimeModel, point: StepTime, part: str) -> dict[str, Any]:
     predicted_s = model.seconds(point.shape)
-    return {**_shape(point.shape), "part": part, "measured_s": point.seconds, "predicted_s": predicted_s, "error": predicted_s / point.seconds - 1}
+    return {**shape_json(point.shape), "part": part, "measured_s": point.seconds, "predicted_s": predicted_s, "error": predicted_s / point.seconds - 1}
 
-
-def _shape(shape: PackShape) -> dict[str, Any]:
-    return {"tokens": shape.tokens, "slots": [[s.rank, s.rows] for s in shape.slots]}

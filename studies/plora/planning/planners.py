@@ -5,7 +5,7 @@
 
 `sequential` gives every adapter a job of its own, which is what is done without packing. `fifo` fills packs in the order given, `lpt` those of
 most micro-steps first, so that like lie with like; both divide evenly over the GPUs where memory allows. `chunks` sorts like `lpt` and cuts the
-row into packs by dynamic programming: fewest GPU-seconds with no pack above a bound, for the bound whose schedule ends first. The exact plan is
+row into packs by dynamic programming: fewest GPU-seconds with no pack above a bound and a size, for those whose schedule ends first. The exact plan is
 studies.plora.planning.exact, PLoRA's own planner studies.plora.planning.dtm. A job's slots are fixed: an adapter that is done idles until the
 last one is, or leaves where `leaving` says that a job can shrink. Refilling slots is studies.plora.planning.continuous.
 """
@@ -93,7 +93,7 @@ def lpt(instance: Instance) -> Schedule:
 
 
 def chunks(instance: Instance) -> Schedule:
-    """The best of cuts of the row by micro-steps; the cut of fewest GPU-seconds is optimal among cuts on one GPU."""
+    """The best of cuts of the row by micro-steps: of all on one GPU; on more of those that are cheapest under a bound on a pack's time and size."""
     order = _by_steps(instance.work)
     cost: dict[tuple[int, int], Job] = {}
     for i in range(len(order)):
@@ -101,10 +101,11 @@ def chunks(instance: Instance) -> Schedule:
             if not instance.fits(order[i:j]):
                 break
             cost[i, j] = instance.job(order[i:j])
-    longest_s = max(cost[i, i + 1].seconds for i in range(len(order)) if (i, i + 1) in cost)
+    longest_s = max(cost[i, i + 1].seconds for i in range(len(order)))
     times = sorted({job.seconds for job in cost.values() if job.seconds >= longest_s})
-    bounds = [times[round(i * (len(times) - 1) / BOUNDS)] for i in range(BOUNDS + 1)]
-    cuts = [_cut(len(order), cost, bound) for bound in dict.fromkeys(bounds)]
+    bounds = dict.fromkeys(times[round(i * (len(times) - 1) / BOUNDS)] for i in range(BOUNDS + 1))
+    most = max(j - i for i, j in cost)
+    cuts = [_cut(len(order), cost, bound, size) for size in {most, *(2**n for n in range(most.bit_length()))} for bound in (bounds if instance.gpus > 1 else times[-1:])]
     return min((longest_first(cut, instance.gpus, "chunks") for cut in cuts), key=lambda s: s.makespan_s)
 
 
@@ -123,12 +124,11 @@ def _filled(instance: Instance, order: Iterable[int]) -> list[Job]:
     return [instance.job(pack) for pack in packs]
 
 
-def _cut(n: int, cost: Mapping[tuple[int, int], Job], bound: float) -> list[Job]:
-    """Consecutive packs of fewest seconds together, none above `bound`, which every adapter alone keeps."""
+def _cut(n: int, cost: Mapping[tuple[int, int], Job], bound: float, size: int) -> list[Job]:
+    """Consecutive packs of at most `size` with fewest seconds together, none above `bound`, which every adapter alone keeps."""
     best: list[tuple[float, int]] = [(0.0, 0)] + [(math.inf, 0)] * n
     for j in range(1, n + 1):
-        ways = [(best[i][0] + cost[i, j].seconds, i) for i in range(j) if (i, j) in cost and cost[i, j].seconds <= bound]
-        best[j] = min(ways, default=(math.inf, 0))
+        best[j] = min((best[i][0] + cost[i, j].seconds, i) for i in range(max(0, j - size), j) if (i, j) in cost and cost[i, j].seconds <= bound)
     cut, j = [], n
     while j:
         cut.append(cost[best[j][1], j])

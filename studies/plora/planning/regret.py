@@ -87,10 +87,14 @@ def measured_makespan_s(plan: Schedule, instance: Instance, fits: Callable[[Pack
     return max(loads)
 
 
-def regret(case: Case, model: TimeModel, table: StepTable, bytes_of: Callable[[PackShape], int], *, planner: Callable[[Instance], Schedule]) -> Regret:
-    """`planner` plans by `model` and `bytes_of`; `table` says what that was worth. Raises ValueError where the table lacks a pack that fits."""
-    asked = case.instance({1: model}, bytes_of)
-    plan, truth = planner(asked), replace(asked, models={1: table})
+def regret(
+    case: Case, model: TimeModel, table: StepTable, bytes_of: Callable[[PackShape], int], *, planner: Callable[[Instance], Schedule], reserve: float = 0.0
+) -> Regret:  # fmt: skip
+    """`planner` plans by `model` and `bytes_of`, leaving a share `reserve` of the memory free; `table` says what that was worth. Raises ValueError
+    where the table lacks a pack that fits.
+    """
+    plan = planner(replace(case, limit_bytes=round((1 - reserve) * case.limit_bytes)).instance({1: model}, bytes_of))
+    truth = case.instance({1: table}, bytes_of)
 
     def fits(shape: PackShape) -> bool:
         peak = table.peak_bytes(shape) if shape in table else None
