@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +181,7 @@ def replay(record: Any, *, storage_dir: Path, source: str) -> int:
     The record may come from a stranger; raises SearchError where it is not what SearchRun.record writes.
     """
     optuna = import_optuna()
-    try:
-        name, direction, trials = _read_record(optuna, record)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise SearchError(f"a record of trials is what SearchRun.record wrote, got {type(error).__name__}: {error} in that of {source[:12]}; leave this bundle out") from error
+    name, direction, trials = _checked(optuna, record, source)
     study, lock_fd = open_study(optuna, Path(storage_dir) / "replayed.journal", f"{name}/replayed/{source[:12]}", direction)
     try:
         there = {t.user_attrs.get("number") for t in study.get_trials(deepcopy=False)}
@@ -194,6 +191,19 @@ def replay(record: Any, *, storage_dir: Path, source: str) -> int:
         return len(new)
     finally:
         os.close(lock_fd)
+
+
+def read_trials(record: Any, *, source: str) -> list[Trial]:
+    """The finished trials of a recorded search, as `replay` copies them. Raises SearchError where it would."""
+    frozen = _checked(import_optuna(), record, source)[2]
+    return [replace(trial_of(f), number=f.user_attrs["number"]) for f in frozen]
+
+
+def _checked(optuna: Any, record: Any, source: str) -> tuple[str, str, list[Any]]:
+    try:
+        return _read_record(optuna, record)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise SearchError(f"a record of trials is what SearchRun.record wrote, got {type(error).__name__}: {error} in that of {source[:12]}; leave this bundle out") from error
 
 
 def _read_record(optuna: Any, record: Any) -> tuple[str, str, list[Any]]:

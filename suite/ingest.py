@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from suite._trial_runs import searched_of
 from suite.archive import ArchiveError, extract, parts_of
 from suite.bundle import Bundle, BundleError, BundleStore, origin_of, read_bundle
 from suite.driver import StoreFull
@@ -80,6 +81,7 @@ def _valid(shown: Path, found: Path, metrics_by_study: Mapping[str, frozenset[st
         if study not in metrics_by_study:
             raise BundleError(found, f"a study is one of {sorted(metrics_by_study)}, got {study[:80]!r}")
         encode(bundle, metrics_by_study[study], ORIGIN)
+        searched_of(bundle)
     except (BundleError, Refused) as error:
         skipped.append((shown, error.reason))
     except (ValueError, OverflowError, RecursionError, TypeError, AttributeError, OSError) as error:  # of the shapes that strangers' JSON can take

@@ -6,7 +6,8 @@
 
 An experiment is a study, a parent run an invocation, a child run a cell's attempt, whatever its status. A
 child's `bundle.id` tag is written last: a run without it is half-written, is read by nobody, and goes at
-the next ingest. mlflow is imported when a tracker is opened. Nothing is measured or judged here, and
+the next ingest. The trials of a cell that searched are children of its run, and are replayed into Optuna's journal
+under `searches`. mlflow is imported when a tracker is opened. Nothing is measured or judged here, and
 payload is read from the bundle store; MLflow's copy serves where that one is absent.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 
 from suite import locks
 from suite._runs import ARTIFACT_BYTES, Refused, TrackingError, encode, row_of
+from suite._trial_runs import TrialRun, searched_of
 from suite.bundle import Bundle, BundleStore
 from suite.claims import Row
 from suite.identity import sha256_file
@@ -100,6 +102,7 @@ class Tracker:
     def ingest(self, bundle: Bundle, parent_run_id: str | None, study_metrics: frozenset[str], origin: str) -> tuple[str, bool]:
         """The run of a bundle, and whether it is new. Raises Refused for what MLflow cannot hold as it is."""
         tags, params, metrics = encode(bundle, study_metrics, origin)
+        searched = searched_of(bundle)
         study = tags["study"]
         with _speaking(self.uri):
             known = self._index(study)
@@ -108,11 +111,16 @@ class Tracker:
                 return known[bundle.id], False
             if parent_run_id:
                 tags["mlflow.parentRunId"] = parent_run_id
-            run_id = self._write(bundle, {**tags, "driver": driver_id()}, params, metrics)
+            run_id = self._write(bundle, {**tags, "driver": driver_id()}, params, metrics, searched.runs if searched else [])
+            if searched:
+                searched.replay(self.store.root / "searches")
+            self._client.set_tag(run_id, "bundle.id", bundle.id)
+            self._unfinished.discard(run_id)
             known[bundle.id] = run_id
             return run_id, True
 
-    def _write(self, bundle: Bundle, tags: dict[str, str], params: dict[str, str], metrics: dict[str, float]) -> str:
+    def _write(self, bundle: Bundle, tags: dict[str, str], params: dict[str, str], metrics: dict[str, float], trials: list[TrialRun]) -> str:
+        """All of a run but its `bundle.id`."""
         from mlflow.entities import Metric, Param, RunTag
 
         start_ms = int(tags["start_ms"])
@@ -126,10 +134,18 @@ class Tracker:
             self._client.log_batch(run_id, metrics=numbers, params=asked, tags=[RunTag(k, v) for k, v in some])
         for path in _artifacts(bundle):
             self._client.log_artifact(run_id, str(path))
-        self._client.set_terminated(run_id, RUN_STATUS[bundle.status], end_time=start_ms + int(1000 * bundle.data["duration_s"]))
-        self._client.set_tag(run_id, "bundle.id", bundle.id)
-        self._unfinished.discard(run_id)
+        end_ms = start_ms + int(1000 * bundle.data["duration_s"])
+        for trial in trials:
+            self._write_trial(run_id, self._experiment(tags["study"]), trial, start_ms, end_ms)
+        self._client.set_terminated(run_id, RUN_STATUS[bundle.status], end_time=end_ms)
         return run_id
+
+    def _write_trial(self, parent: str, experiment: str, trial: TrialRun, start_ms: int, end_ms: int) -> None:
+        from mlflow.entities import Metric, Param
+
+        run_id = self._client.create_run(experiment, start_time=start_ms, tags={**trial.tags, "mlflow.parentRunId": parent}, run_name=trial.name).info.run_id
+        self._client.log_batch(run_id, metrics=[Metric(k, v, start_ms, step) for k, v, step in trial.metrics], params=[Param(k, v) for k, v in trial.params.items()])
+        self._client.set_terminated(run_id, trial.status, end_time=end_ms)
 
     def _index(self, study: str) -> dict[str, str]:
         if study not in self._known:
@@ -145,6 +161,9 @@ class Tracker:
 
     def _remove_half_written(self) -> None:
         for run_id in sorted(self._unfinished):
+            experiment = self._client.get_run(run_id).info.experiment_id
+            for trial in self._pages(experiment, f"tags.`mlflow.parentRunId` = '{run_id}'"):
+                self._client.delete_run(trial.info.run_id)
             self._client.delete_run(run_id)
             self._unfinished.discard(run_id)
 
@@ -175,8 +194,9 @@ class Tracker:
 
     def _search(self, study: str, filter_string: str) -> list:
         experiment = self._experiment(study, create=False)
-        if experiment is None:
-            return []
+        return [] if experiment is None else self._pages(experiment, filter_string)
+
+    def _pages(self, experiment: str, filter_string: str) -> list:
         runs, token = [], None
         while True:
             page = self._client.search_runs([experiment], filter_string=filter_string, max_results=PAGE, page_token=token)
