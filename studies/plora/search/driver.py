@@ -82,6 +82,10 @@ class Found:
     record: Mapping[str, Any]  # for a bundle's record "trials"
 
     @property
+    def trials_by_number(self) -> dict[int, Searched]:
+        return {t.number: t for t in self.trials}
+
+    @property
     def best(self) -> Searched | None:
         """The finished trial of the highest score, the earliest of equals."""
         return max((t for t in self.trials if t.state == "COMPLETE"), key=lambda t: (t.score, -t.number), default=None)

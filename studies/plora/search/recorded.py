@@ -11,6 +11,7 @@ for each sequence that it passes. It trains nothing and invents no adapter: one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from studies.plora.adapter import AdapterConfig, Evaluation, PackShape, Progress
+from studies.plora.search.space import Levels, Space
 
-__all__ = ["Curve", "RecordedPack", "StepTimes", "one_of", "read_curves"]
+__all__ = ["Curve", "RecordedPack", "StepTimes", "one_of", "read_curves", "space_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,11 @@ class StepTimes:
         for name, table in (("micro_step_s", self.micro_step_s), ("evaluate_s", self.evaluate_s)):
             if not table or not min(table.values()) > 0:
                 raise ValueError(f"times are positive seconds, at least one, got {name}={dict(table)}; measure them")
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> StepTimes:
+        """From the record "times" of studies.plora.measures.grid.pack_times."""
+        return cls(micro_step_s={(k, rows, rank): s for k, rows, rank, s in record["micro_step_s"]}, evaluate_s=dict(map(tuple, record["evaluate_s"])))
 
     def micro_step(self, live: int, rows: int, rank: int) -> float:
         return self.micro_step_s[self._timed(live, rows, rank), rows, rank]
@@ -157,3 +164,15 @@ def one_of(curves: Mapping[AdapterConfig, Curve], adapter: AdapterConfig, seed: 
     if not seeds:
         raise ValueError(f"a recorded pack replays what was recorded, got {adapter} beside {len(curves)} others; take the recorded grid for the search's space")
     return replace(adapter, seed=seeds[seed % len(seeds)])
+
+
+def space_of(curves: Mapping[AdapterConfig, Curve]) -> Space:
+    """The recorded configurations as a space: every value of every axis in its order. Raises ValueError where they are no full grid."""
+    axes = {
+        "learning_rate": {a.learning_rate for a in curves}, "rank": {a.rank for a in curves},
+        "batch": {a.batch for a in curves}, "alpha_ratio": {a.scale for a in curves},
+    }  # fmt: skip
+    seeds = len({a.seed for a in curves})
+    if math.prod(map(len, axes.values())) * seeds != len(curves) or len({a.budget_tokens for a in curves}) != 1:
+        raise ValueError(f"a recorded grid has every combination of its values under every seed and one budget, got {len(curves)} curves of {[len(v) for v in axes.values()]} values, {seeds} seeds; record the rest")
+    return Space(axes={name: Levels(values=tuple(sorted(values))) for name, values in axes.items()})
