@@ -47,14 +47,17 @@ class AttentionSchedule:
 
 def schedules(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionSchedule]:
     """Of "forward", "query" (dq) and "key" (dk and dv). Depends on nothing that a batch decides."""
-    if dtype == torch.float32:
-        small = AttentionSchedule(queries=32, keys=32, warps=4, stages=1)
-        return {"forward": small, "query": small, "key": small}
     wide = head_dim == 128
+    if dtype == torch.float32:
+        return {
+            "forward": AttentionSchedule(queries=16 if wide else 32, keys=32, warps=8 if wide else 4, stages=1),
+            "query": AttentionSchedule(queries=16, keys=32, warps=4, stages=2 if wide else 1),
+            "key": AttentionSchedule(queries=32, keys=32, warps=8 if wide else 4, stages=1),
+        }
     return {
-        "forward": AttentionSchedule(queries=128, keys=64, warps=8 if wide else 4, stages=3),
+        "forward": AttentionSchedule(queries=64, keys=64, warps=4, stages=2 if wide else 3),
         "query": AttentionSchedule(queries=64, keys=64, warps=4, stages=2),
-        "key": AttentionSchedule(queries=64, keys=64, warps=8 if wide else 4, stages=2),
+        "key": AttentionSchedule(queries=32, keys=64, warps=8 if wide else 4, stages=2),
     }
 
 
@@ -96,30 +99,6 @@ def causal_attention_ref(
 
 
 @triton.jit
-def _forward_span(q, acc, m, total, k_ptr, v_ptr, k_step, v_step, start, stop, length, t, scale, D: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):
-    """Keys start to stop: acc, m and total of an online softmax to base 2. MASKED: keys above the diagonal or behind the sequence are there."""
-    d = tl.arange(0, D)
-    for first in tl.range(start, stop, KEYS, num_stages=STAGES):
-        j = first + tl.arange(0, KEYS)
-        if MASKED:
-            k = tl.load(k_ptr + j[None, :] * k_step + d[:, None], mask=(j < length)[None, :], other=0.0)
-            v = tl.load(v_ptr + j[:, None] * v_step + d[None, :], mask=(j < length)[:, None], other=0.0)
-        else:
-            k = tl.load(k_ptr + j[None, :] * k_step + d[:, None])
-            v = tl.load(v_ptr + j[:, None] * v_step + d[None, :])
-        s = tl.dot(q, k, input_precision=PRECISION) * scale
-        if MASKED:
-            s = tl.where(j[None, :] <= t[:, None], s, float("-inf"))
-        higher = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - higher[:, None])
-        kept = tl.exp2(m - higher)
-        total = total * kept + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * kept[:, None], input_precision=PRECISION)
-        m = higher
-    return acc, m, total
-
-
-@triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, length_ptr, T, H, G, scale, q_batch, q_step, q_head, k_batch, k_step, k_head, v_batch, v_step, v_head,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -135,37 +114,24 @@ def forward_kernel(
     acc = tl.zeros((QUERIES, D), tl.float32)
     m = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
-    if tile * QUERIES < length:
-        whole = tile * QUERIES // KEYS * KEYS  # up to here every query sees every key
-        stop = tl.minimum((tile + 1) * QUERIES, length)
-        acc, m, total = _forward_span(q, acc, m, total, k_ptr, v_ptr, k_step, v_step, 0, whole, length, t, scale, D, KEYS, False, PRECISION, STAGES)
-        acc, m, total = _forward_span(q, acc, m, total, k_ptr, v_ptr, k_step, v_step, whole, stop, length, t, scale, D, KEYS, True, PRECISION, STAGES)
-    there = t < length
-    o = tl.where(there[:, None], acc / tl.where(there, total, 1.0)[:, None], 0.0)
-    lse = tl.where(there, m + tl.log2(tl.where(there, total, 1.0)), float("inf"))
-    place = ((b * T + t) * H + h)[:, None] * D + d[None, :]
-    tl.store(o_ptr + place, o.to(o_ptr.dtype.element_ty), mask=(t < T)[:, None])
-    tl.store(lse_ptr + (b * H + h) * T + t, lse, mask=t < T)
-
-
-@triton.jit
-def _query_span(q, do, dq, lse, delta, k_ptr, v_ptr, k_step, v_step, start, stop, length, t, scale, D: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):
-    """dq += ds k over keys start to stop."""
-    d = tl.arange(0, D)
-    for first in tl.range(start, stop, KEYS, num_stages=STAGES):
+    stop = tl.where(tile * QUERIES < length, tl.minimum((tile + 1) * QUERIES, length), 0)
+    for first in tl.range(0, stop, KEYS, num_stages=STAGES):
         j = first + tl.arange(0, KEYS)
-        if MASKED:
-            k = tl.load(k_ptr + j[:, None] * k_step + d[None, :], mask=(j < length)[:, None], other=0.0)
-            v = tl.load(v_ptr + j[:, None] * v_step + d[None, :], mask=(j < length)[:, None], other=0.0)
-        else:
-            k = tl.load(k_ptr + j[:, None] * k_step + d[None, :])
-            v = tl.load(v_ptr + j[:, None] * v_step + d[None, :])
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
-        if MASKED:
-            p = tl.where(j[None, :] <= t[:, None], p, 0.0)
-        ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
-    return dq
+        k = tl.load(k_ptr + j[:, None] * k_step + d[None, :], mask=(j < length)[:, None], other=0.0)
+        v = tl.load(v_ptr + j[:, None] * v_step + d[None, :], mask=(j < length)[:, None], other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        s = tl.where(j[None, :] <= t[:, None], s, float("-inf"))
+        higher = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - higher[:, None])
+        kept = tl.exp2(m - higher)
+        total = total * kept + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * kept[:, None], input_precision=PRECISION)
+        m = higher
+    there = t < length
+    total = tl.where(there, total, 1.0)
+    place = ((b * T + t) * H + h)[:, None] * D + d[None, :]
+    tl.store(o_ptr + place, tl.where(there[:, None], acc / total[:, None], 0.0).to(o_ptr.dtype.element_ty), mask=(t < T)[:, None])
+    tl.store(lse_ptr + (b * H + h) * T + t, tl.where(there, m + tl.log2(total), float("inf")), mask=t < T)
 
 
 @triton.jit
@@ -190,33 +156,16 @@ def query_gradient_kernel(
     delta = tl.sum(do.to(tl.float32) * o.to(tl.float32), 1)
     tl.store(delta_ptr + (b * H + h) * T + t, delta, mask=t < T)
     dq = tl.zeros((QUERIES, D), tl.float32)
-    if tile * QUERIES < length:
-        whole = tile * QUERIES // KEYS * KEYS
-        stop = tl.minimum((tile + 1) * QUERIES, length)
-        dq = _query_span(q, do, dq, lse, delta, k_ptr, v_ptr, k_step, v_step, 0, whole, length, t, scale, D, KEYS, False, PRECISION, STAGES)
-        dq = _query_span(q, do, dq, lse, delta, k_ptr, v_ptr, k_step, v_step, whole, stop, length, t, scale, D, KEYS, True, PRECISION, STAGES)
-    dq = tl.where(there, dq * unit_scale, 0.0)
-    tl.store(dq_ptr + place, dq.to(dq_ptr.dtype.element_ty), mask=(t < T)[:, None])
-
-
-@triton.jit
-def _key_span(k, v, dk, dv, q_ptr, do_ptr, lse_ptr, delta_ptr, q_step, do_step, start, stop, length, j, scale, D: tl.constexpr, QUERIES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):
-    """dk += ds^T q and dv += p^T do over queries start to stop of one head. MASKED: queries that do not see every key are there."""
-    d = tl.arange(0, D)
-    for first in tl.range(start, stop, QUERIES, num_stages=STAGES):
-        t = first + tl.arange(0, QUERIES)
-        there = t < length
-        q = tl.load(q_ptr + t[:, None] * q_step + d[None, :], mask=there[:, None], other=0.0)
-        do = tl.load(do_ptr + t[:, None] * do_step + d[None, :], mask=there[:, None], other=0.0)
-        lse = tl.load(lse_ptr + t, mask=there, other=float("inf"))
-        delta = tl.load(delta_ptr + t, mask=there, other=0.0)
-        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
-        if MASKED:
-            p = tl.where(j[:, None] <= t[None, :], p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-        ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-    return dk, dv
+    stop = tl.where(tile * QUERIES < length, tl.minimum((tile + 1) * QUERIES, length), 0)
+    for first in tl.range(0, stop, KEYS, num_stages=STAGES):
+        j = first + tl.arange(0, KEYS)
+        k = tl.load(k_ptr + j[:, None] * k_step + d[None, :], mask=(j < length)[:, None], other=0.0)
+        v = tl.load(v_ptr + j[:, None] * v_step + d[None, :], mask=(j < length)[:, None], other=0.0)
+        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
+        p = tl.where(j[None, :] <= t[:, None], p, 0.0)
+        ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    tl.store(dq_ptr + place, tl.where(there, dq * unit_scale, 0.0).to(dq_ptr.dtype.element_ty), mask=(t < T)[:, None])
 
 
 @triton.jit
@@ -234,14 +183,22 @@ def key_gradient_kernel(
     k = tl.load(k_ptr + b * k_batch + g * k_head + j[:, None] * k_step + d[None, :], mask=there, other=0.0)
     v = tl.load(v_ptr + b * v_batch + g * v_head + j[:, None] * v_step + d[None, :], mask=there, other=0.0)
     dk, dv = tl.zeros((KEYS, D), tl.float32), tl.zeros((KEYS, D), tl.float32)
-    if tile * KEYS < length:
-        begin = tile * KEYS // QUERIES * QUERIES
-        whole = tl.minimum(tl.cdiv((tile + 1) * KEYS, QUERIES) * QUERIES, tl.cdiv(length, QUERIES) * QUERIES)  # from here every query sees every key
-        for r in range(H // G):
-            h = g * (H // G) + r
-            q_at, do_at, row = q_ptr + b * q_batch + h * q_head, do_ptr + (b * T * H + h) * D, (b * H + h) * T
-            dk, dv = _key_span(k, v, dk, dv, q_at, do_at, lse_ptr + row, delta_ptr + row, q_step, H * D, begin, whole, length, j, scale, D, QUERIES, True, PRECISION, STAGES)
-            dk, dv = _key_span(k, v, dk, dv, q_at, do_at, lse_ptr + row, delta_ptr + row, q_step, H * D, whole, length, length, j, scale, D, QUERIES, False, PRECISION, STAGES)
+    begin = tile * KEYS // QUERIES * QUERIES
+    stop = tl.where(tile * KEYS < length, length, 0)
+    for r in range(H // G):
+        h = g * (H // G) + r
+        q_at, do_at, row = q_ptr + b * q_batch + h * q_head, do_ptr + (b * T * H + h) * D, (b * H + h) * T
+        for first in tl.range(begin, stop, QUERIES, num_stages=STAGES):
+            t = first + tl.arange(0, QUERIES)
+            q = tl.load(q_at + t[:, None] * q_step + d[None, :], mask=(t < length)[:, None], other=0.0)
+            do = tl.load(do_at + t[:, None] * (H * D) + d[None, :], mask=(t < length)[:, None], other=0.0)
+            lse = tl.load(lse_ptr + row + t, mask=t < length, other=float("inf"))
+            delta = tl.load(delta_ptr + row + t, mask=t < length, other=0.0)
+            p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
+            p = tl.where(j[:, None] <= t[None, :], p, 0.0)
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+            ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     place = ((b * T + j) * G + g)[:, None] * D + d[None, :]
     tl.store(dk_ptr + place, tl.where(there, dk * unit_scale, 0.0).to(dk_ptr.dtype.element_ty), mask=(j < T)[:, None])
     tl.store(dv_ptr + place, tl.where(there, dv, 0.0).to(dv_ptr.dtype.element_ty), mask=(j < T)[:, None])

@@ -46,7 +46,7 @@ class GemmTiles:
 def tiles_of(columns: int, dtype: torch.dtype) -> GemmTiles:
     """By the number of outputs of a row, never by the number of rows."""
     if dtype == torch.float32:
-        return GemmTiles(rows=64, columns=64, step=32, group=8, warps=4, stages=2)
+        return GemmTiles(rows=64, columns=64, step=16, group=8, warps=8, stages=2)
     return GemmTiles(rows=128, columns=64 if columns <= _NARROW else 128, step=64, group=8, warps=8, stages=4)
 
 

@@ -183,25 +183,30 @@ def adamw_step_ref(state: AdamState) -> None:
     """`adamw_step` in place on the CPU, one float32 rounding an operation; sums of squares in float64, matrix after matrix."""
     if state.device.type != "cpu":
         raise ValueError(f"the reference runs on the CPU, got {state.device}; call adamw_step")
-    one = torch.ones((), dtype=torch.float32, device="cpu")
-    for slot, (due, keep, rate, root2, clip, divisor) in enumerate(state.settings.unbind(0)):
-        if due == 0:
-            continue
-        total = torch.zeros((), dtype=torch.float64, device="cpu")
-        for g in state.slot_views(slot, "grad"):
-            total = total + g.double().square().sum()
-        norm = total.float().sqrt() / divisor
-        ratio = clip / (norm + _NORM_EPS)
-        factor = (one if clip == math.inf or ratio >= 1 else ratio) / divisor
-        state.norms[slot], state.factors[slot] = norm, factor
-        for p, g, m, v, copy in zip(*(state.slot_views(slot, name) for name in ("master", "grad", "m", "v", "compute")), strict=True):
-            scaled = g * factor
-            m.copy_(m + (scaled - m) * (1.0 - BETAS[0]))
-            v.copy_(v * BETAS[1] + (scaled * scaled) * (1.0 - BETAS[1]))
-            denominator = v.sqrt() / root2 + EPS
-            p.copy_(p * keep - rate * (m / denominator))
-            copy.copy_(p)
-            g.zero_()
+    for slot, (due, _, _, _, clip, divisor) in enumerate(state.settings.unbind(0)):
+        if due != 0:
+            total = torch.zeros((), dtype=torch.float64, device="cpu")
+            for g in state.slot_views(slot, "grad"):
+                total = total + g.double().square().sum()
+            norm = total.float().sqrt() / divisor
+            ratio = clip / (norm + _NORM_EPS)
+            free = torch.ones_like(ratio)
+            state.norms[slot] = norm
+            state.factors[slot] = (free if clip == math.inf or ratio >= 1 else ratio) / divisor
+            update_ref(state, slot)
+
+
+def update_ref(state: AdamState, slot: int) -> None:
+    """What `update_kernel` does to one due slot, with the factor that the state has: the same bits."""
+    _, keep, rate, root2, _, _ = state.settings[slot]
+    for p, g, m, v, copy in zip(*(state.slot_views(slot, name) for name in ("master", "grad", "m", "v", "compute")), strict=True):
+        scaled = g * state.factors[slot]
+        m.copy_(m + (scaled - m) * (1.0 - BETAS[0]))
+        v.copy_(v * BETAS[1] + (scaled * scaled) * (1.0 - BETAS[1]))
+        denominator = v.sqrt() / root2 + EPS
+        p.copy_(p * keep - rate * (m / denominator))
+        copy.copy_(p)
+        g.zero_()
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------------------
