@@ -41,7 +41,7 @@ def adapter(**changes) -> AdapterConfig:
 # mixed ranks (one below its capacity), batches above, at and beside the slot's rows, own seeds, decay, schedule, dropout
 MIX = {
     0: adapter(rank=5, weight_decay=0.1),
-    1: adapter(rank=16, batch=2, seed=2, learning_rate=3e-3, schedule="cosine"),
+    1: adapter(rank=16, batch=2, seed=2**64 - 2, learning_rate=3e-3, schedule="cosine", dropout=0.25),
     2: adapter(rank=30, batch=8, seed=3, alpha=7.0, clip=float("inf")),
     3: adapter(rank=16, batch=3, seed=4, schedule="constant", warmup=0.0, clip=0.05),
 }
@@ -117,6 +117,14 @@ def test_a_neighbour_that_is_pruned_and_refilled_changes_nothing_and_starts_fres
     assert all(np.isfinite(x).all() for x in weights.values())
     for name in ("master", "compute", "grad", "m", "v"):
         assert not pack.adapters.state.read(1, name).any() if name != "compute" else not any(v.any() for v in pack.adapters.state.slot_views(1, name))
+
+
+def test_dropout_changes_training_and_not_evaluation(base, task):
+    """The first losses differ, and what is judged is the whole adapter: before training its loss is the base's."""
+    plain, dropped = (alone(base, task, SlotShape(rank=16, rows=4), adapter(dropout=p, warmup=0.0), 3) for p in (0.0, 0.5))
+    assert not same(plain, 0, dropped, 0) and np.isfinite(dropped.live()[0].loss)
+    untrained = [alone(base, task, SlotShape(rank=16), adapter(dropout=p), 0).evaluate()[0][0] for p in (0.0, 0.5)]
+    assert untrained[0] == untrained[1]
 
 
 def test_how_advance_is_cut_changes_nothing(base, task):
@@ -200,3 +208,15 @@ def test_what_does_not_fit_is_refused_with_the_reason(base, task):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=reason):
             what()
+
+
+def test_numbers_drawn_on_a_device_are_those_of_the_reference_generator():
+    """So a base and an adapter's start are the same on every machine."""
+    from kernels.exact.philox import philox_bell, philox_uniform
+    from studies.plora.engine.draws import bell, uniform
+
+    seed, streams = 2**63 + 12345, (3, 2**31 + 5)
+    drawn = uniform(streams=streams, count=1001, seed=seed, device="cpu")
+    assert all(torch.equal(row, philox_uniform((1001,), seed, stream=s)) for row, s in zip(drawn, streams, strict=True))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(bell(count=777, seed=9, stream=4, device="cpu", scale_log2=-3, dtype=dtype), philox_bell((777,), 9, stream=4, scale_log2=-3, dtype=dtype))

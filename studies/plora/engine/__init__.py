@@ -8,6 +8,8 @@ _EXPORTS = {
     "Base": "studies.plora.engine.base",
     "EnginePack": "studies.plora.engine.pack",
     "SHAPES": "studies.plora.engine.shapes",
+    "export_adapter": "studies.plora.engine.peft_format",
+    "import_adapter": "studies.plora.engine.peft_format",
 }
 __all__ = sorted(_EXPORTS)
 

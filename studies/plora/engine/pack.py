@@ -68,7 +68,8 @@ class EnginePack:
         self._index_B = torch.full((sum(s.rows for s in shape.slots),), self.rows.idle, dtype=torch.int64, device=device)
         self._open_loss_S = torch.zeros(slots, dtype=torch.float32, device=device)  # sums of the batches that are not full
         self._loss_S = torch.full((slots,), torch.nan, dtype=torch.float32, device=device)
-        self.frame = frame_of(base.config, self.seg, shape.tokens)
+        # on the CPU dropout's products stand apart from the others': all slots take them, or a neighbour's dropout would move a last bit
+        self.frame = frame_of(base.config, self.seg, shape.tokens, self._streams if device.type == "cpu" else None)
         self.ops = operators_for(base, path=path, deterministic=deterministic)
         self._courses: dict[int, Course] = {}
         self._lengths_N, self._answers_N = task.train.lengths, task.train.answer_tokens
@@ -99,6 +100,11 @@ class EnginePack:
         if slot not in self._courses:
             raise ValueError(f"an adapter is in the slot, got {slot=} with {sorted(self._courses)} taken; admit one first")
         return self.adapters.weights(slot, rank=self._courses[slot].adapter.rank)
+
+    def load(self, slot: int, weights: Mapping[str, np.ndarray]) -> None:
+        """Give the slot's adapter these weights (of its rank, as `release` gives them): to judge it, or to train it on with fresh moments."""
+        self.weights(slot)
+        self.adapters.load(slot, weights)
 
     def advance(self, micro_steps: int) -> float:
         plan = plan_steps(self._courses, self.shape, self._lengths_N, self._answers_N, micro_steps=micro_steps)
@@ -132,14 +138,18 @@ class EnginePack:
 
     # ---- steps -------------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _streams(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._p_S, self._seed_S, self._step_S
+
     def _settle(self, slot: int, course: Course) -> None:
         """What the device knows of the slot's adapter beside its numbers."""
         adapter = course.adapter
         self._courses[slot] = course
-        self.seg.scales[slot], self._p_S[slot], self._seed_S[slot] = adapter.scale, adapter.dropout, adapter.seed
+        self.seg.scales[slot], self._p_S[slot], self._seed_S[slot] = adapter.scale, adapter.dropout, adapter.seed - (adapter.seed >> 63 << 64)
         self._open_loss_S[slot], self._loss_S[slot] = 0.0, torch.nan
         if adapter.dropout and self.frame.streams is None:  # the first one of the pack: the graph of before drops nothing
-            self.frame = replace(self.frame, streams=(self._p_S, self._seed_S, self._step_S))
+            self.frame = replace(self.frame, streams=self._streams)
             self._train_step = Runner(self._micro_step, device=self.base.device, graphed=self._graphed)
 
     def _capture(self) -> None:
