@@ -32,7 +32,7 @@ CONVERGED = 1e-9  # relative
 
 
 def dtm(instance: Instance) -> Schedule:
-    """The schedule that repeated division gives. Raises ValueError where an adapter fits no degree."""
+    """The schedule that repeated division gives."""
     planner, made_by = _Planner(instance), "dtm" if instance.degrees != (1,) else "dtm, one GPU a job"
     left = {i: instance.work.slot(i) for i in range(len(instance.work))}
     free_s = [0.0] * instance.gpus
@@ -48,11 +48,7 @@ def dtm(instance: Instance) -> Schedule:
                 for g in start.gpus:
                     free_s[g] = start.end_s
                     gpus.remove(g)
-        later = [t for t in free_s if t > now_s]
-        if left and min(free_s) <= now_s:  # GPUs that nothing left here fits: they wait for more of them
-            if not later:
-                raise ValueError(f"every adapter fits the memory of some degree, got {len(left)} that fit none of {instance.degrees}; raise limit_bytes or the degrees")
-            free_s = [max(t, min(later)) for t in free_s]
+        assert not left or min(free_s) > now_s, "a job of one GPU fits, so no GPU stays free while adapters are left"
     return Schedule(gpus=instance.gpus, placed=tuple(done), made_by=made_by)
 
 

@@ -33,7 +33,7 @@ class Instance:
     models: degree -> time model of a pack on so many GPUs, or measured times of every pack that can be asked for; 1 is there.
     bytes_of(shape): what a pack needs, in all; it has `limit_bytes` a GPU. most_slots: of one pack, as far as the model is trusted.
     setup_s: what starting a job takes (loading, capturing). leaving: adapters that are done leave their job, which goes on with fewer slots.
-    Raises ValueError where some adapter fits nowhere alone.
+    Raises ValueError where some adapter does not fit one GPU alone.
     """
 
     work: Work
@@ -49,8 +49,8 @@ class Instance:
         if self.gpus < 1 or self.most_slots < 1 or 1 not in self.models or self.setup_s < 0:
             raise ValueError(f"an instance has GPUs, slots and a model of one GPU, got {self.gpus=} {self.most_slots=} {sorted(self.models)=} {self.setup_s=}; mend it")
         alone = max(range(len(self.work)), key=lambda i: self.bytes_of(self.work.shape((i,))))
-        if not any(self.fits((alone,), d) for d in self.degrees):
-            raise ValueError(f"every adapter fits the memory alone, got {self.work.adapters[alone]} of {self.bytes_of(self.work.shape((alone,)))} bytes with "
+        if not self.fits((alone,)):
+            raise ValueError(f"every adapter alone fits one GPU, got {self.work.adapters[alone]} of {self.bytes_of(self.work.shape((alone,)))} bytes with "
                              f"{self.limit_bytes=}; raise the limit or lower most_rows")  # fmt: skip
 
     @property
