@@ -1,15 +1,18 @@
 """The same adapter trained as a user of PEFT does: a transformers model, LoraConfig, torch's AdamW, one adapter, eager.
 
     lm = causal_lm(setting.base)                                       # a transformers model with the base's weights
-    score = train_by_peft(lm, setting.task, config, tokens=64)         # on the test rows
+    found = train_by_peft(lm, setting.task, config, tokens=64, start=pack.weights(0))
+    found.score, found.weights                                         # on the test rows; by PEFT's names
 
-It is for comparing what is learnt, not how fast. The adapter is read from the same AdapterConfig: rate over tokens seen, batch, clip, weight decay;
-the loss is the mean over the answer tokens of a batch, the budget counts real tokens, the last batch runs to its end.
+It is for comparing what is learnt, not how fast. The adapter starts from `start` and sees the rows in the order of the engine's course, so that both
+trainers are asked the same; dropout alone is drawn by each in its own way. Rate over tokens seen, batch, clip and decay are the AdapterConfig's;
+the loss is the mean over the answer tokens of a batch, and the last batch runs to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,8 +22,9 @@ import torch.nn.functional as F
 from studies.plora.adapter import MODULES, AdapterConfig
 from studies.plora.data.task import Examples, Task
 from studies.plora.engine.base import Base
+from studies.plora.engine.courses import Course
 
-__all__ = ["causal_lm", "train_by_peft"]
+__all__ = ["Trained", "causal_lm", "train_by_peft"]
 
 EVALUATED_ROWS = 64
 IGNORED = -100
@@ -47,18 +51,29 @@ def causal_lm(base: Base) -> Any:
     return lm.to(base.device)
 
 
-def train_by_peft(lm: Any, task: Task, config: AdapterConfig, tokens: int) -> float:
-    """The finished adapter's score on the test rows. `lm` is as it was afterwards; torch's random state is restored."""
-    from peft import LoraConfig, get_peft_model
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """score: on the test rows. weights: float32 arrays by PEFT's names."""
 
-    devices = [torch.cuda.current_device()] if lm.device.type == "cuda" else []
+    score: float
+    weights: Mapping[str, np.ndarray] = field(repr=False)
+
+
+def train_by_peft(lm: Any, task: Task, config: AdapterConfig, tokens: int, start: Mapping[str, np.ndarray]) -> Trained:
+    """`lm` is as it was afterwards; torch's random state is restored."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    devices = [lm.device.index] if lm.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(config.seed)  # PEFT draws A and dropout from torch's global generator
+        torch.manual_seed(config.seed)  # PEFT draws dropout from torch's global generator
         lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=list(MODULES), bias="none", task_type="CAUSAL_LM")
         model = get_peft_model(lm, lora)
         try:
+            unknown = set_peft_model_state_dict(model, {name: torch.from_numpy(array).to(lm.device) for name, array in start.items()}).unexpected_keys
+            assert not unknown, f"PEFT knows every weight of a start, got {unknown[:3]}"
             _train(model, task.train, config, tokens)
-            return _score(model, task.test, tokens)
+            weights = {name: w.detach().float().cpu().numpy().copy() for name, w in get_peft_model_state_dict(model).items()}
+            return Trained(score=_score(model, task.test, tokens), weights=weights)
         finally:
             model.unload()
 
@@ -67,10 +82,9 @@ def _train(model: Any, rows: Examples, config: AdapterConfig, tokens: int) -> No
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=config.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=config.weight_decay)
     model.train()
-    seen = 0
-    for batch in _batches(len(rows), config.batch, config.seed):
-        if seen >= config.budget_tokens:
-            break
+    seen, course = 0, Course(adapter=config, rows=len(rows))
+    while seen < config.budget_tokens:
+        batch = course.next_rows(config.batch)
         seen += int(rows.lengths[batch].sum())
         loss = _answer_loss(model, rows, batch, tokens).mean()
         loss.backward()
@@ -79,17 +93,6 @@ def _train(model: Any, rows: Examples, config: AdapterConfig, tokens: int) -> No
             group["lr"] = config.rate_at(seen)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-
-def _batches(count: int, batch: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless: epochs in orders of their own, batches across their borders."""
-    generator = np.random.default_rng(seed)
-    queue = np.empty(0, np.int64)
-    while True:
-        while len(queue) < batch:
-            queue = np.concatenate([queue, generator.permutation(count)])
-        yield queue[:batch]
-        queue = queue[batch:]
 
 
 def _padded(model: Any, rows: Examples, batch: np.ndarray, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ import numpy as np
 from studies.plora.adapter import AdapterConfig, Evaluation, Pack, PackShape, SlotShape
 from studies.plora.measures.live import Finished, Setting, finished, setting_of
 from suite.measure import Context, Result
-from suite.stats import Interval, mean_interval, paired_difference_interval
+from suite.stats import mean_interval, paired_difference_interval
 
 __all__ = ["against_peft", "quality", "winner"]
 
@@ -136,25 +136,38 @@ def _gap(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> fl
 def against_peft(
     ctx: Context, *, model: str, task: Mapping[str, Any], tokens: int, adapter: Mapping[str, Any], seeds: int, budget_tokens: int, path: str = "triton",
 ) -> Result:  # fmt: skip
-    """The same configuration under `seeds` seeds by us, in one pack, and by PEFT with torch's AdamW, one after another; each its own starts and orders.
+    """The same configuration under `seeds` seeds by us, in one pack, and by PEFT with torch's AdamW, one after another, from the same starts over the same
+    rows in the same order.
 
-    Metrics: score, peft_score (test rows, means), score_difference with _low and _high (ours less PEFT's, Student-t over seeds), seed_spread (standard
-    deviation of PEFT's scores over seeds), differences_in_spreads (|score_difference| over the larger of both spreads). Equal learning is equal
-    distributions over seeds: neither the order of rows nor the starts are the same bits.
+    Metrics: score, peft_score (test rows, means), score_difference with _low and _high (ours less PEFT's, Student-t over pairs of one seed), seed_spread
+    (standard deviation of PEFT's scores over seeds), differences_in_spreads (|score_difference| over seed_spread), weights_gap (largest over seeds:
+    norm of the difference of the finished weights over the norm of PEFT's).
     """
     from studies.plora.measures.peft_training import causal_lm, train_by_peft
 
     setting = setting_of(ctx, model=model, task=task, tokens=tokens)
     asked = [AdapterConfig(**{**adapter, "budget_tokens": budget_tokens, "seed": seed}) for seed in range(seeds)]
-    shape = PackShape(tokens=tokens, slots=tuple(SlotShape(rank=a.rank) for a in asked))
-    done = finished(setting.pack(shape, path=path), dict(enumerate(asked)), tested=setting.tested)
-    ours = [done[i].test.score for i in range(seeds)]
+    pack = setting.pack(PackShape(tokens=tokens, slots=tuple(SlotShape(rank=a.rank) for a in asked)), path=path)
+    starts = [_start(pack, slot, a) for slot, a in enumerate(asked)]
+    done = finished(pack, dict(enumerate(asked)), tested=setting.tested)
     lm = causal_lm(setting.base)
-    theirs = [train_by_peft(lm, setting.task, config, tokens) for config in asked]
-    gap: Interval = paired_difference_interval(ours, theirs)
-    spread, own = float(np.std(theirs, ddof=1)), float(np.std(ours, ddof=1))
+    theirs = [train_by_peft(lm, setting.task, config, tokens, start) for config, start in zip(asked, starts, strict=True)]
+    ours, peft = [done[i].test.score for i in range(seeds)], [t.score for t in theirs]
+    gaps = [_gap(done[i].weights, t.weights) for i, t in enumerate(theirs)]
+    apart, spread = paired_difference_interval(ours, peft), float(np.std(peft, ddof=1))
     return Result(
-        metrics={"score": float(np.mean(ours)), "peft_score": float(np.mean(theirs)), "score_difference": gap.value, "score_difference_low": gap.low, "score_difference_high": gap.high,
-                 "seed_spread": spread, "differences_in_spreads": abs(gap.value) / max(spread, own, 1e-12), "seeds": float(seeds)},
-        records={"seeds": [{"seed": i, "ours": a, "peft": b} for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]},
+        metrics={"score": float(np.mean(ours)), "peft_score": float(np.mean(peft)), "score_difference": apart.value, "score_difference_low": apart.low, "score_difference_high": apart.high,
+                 "seed_spread": spread, "differences_in_spreads": _in_spreads(apart.value, spread), "weights_gap": max(gaps), "seeds": float(seeds)},
+        records={"seeds": [{"seed": i, "ours": a, "peft": b, "weights_gap": g} for i, (a, b, g) in enumerate(zip(ours, peft, gaps, strict=True))]},
     )  # fmt: skip
+
+
+def _in_spreads(difference: float, spread: float) -> float:
+    """|difference| in units of the spread; equal scores are no units apart, whatever the spread."""
+    return 0.0 if difference == 0 else abs(difference) / spread if spread else math.inf
+
+
+def _start(pack: Pack, slot: int, adapter: AdapterConfig) -> Mapping[str, np.ndarray]:
+    """What the adapter is before its first step."""
+    pack.admit(slot, adapter)
+    return pack.release(slot)
