@@ -58,12 +58,12 @@ def _gelu_erf_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def _on_host(function, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
-    _check(x, out_dtype)
+    check_floats(x, out_dtype)
     assert_subnormals_kept()
     return function(x.detach().cpu().float()).to(out_dtype or x.dtype)
 
 
-def _check(x: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+def check_floats(x: torch.Tensor, out_dtype: torch.dtype | None) -> None:
     if x.dtype not in _FLOATS or (out_dtype or x.dtype) not in _FLOATS:
         raise ValueError(f"operands and results are float32, bfloat16 or float16; got {x.dtype=} {out_dtype=}; convert them first")
 
@@ -95,7 +95,7 @@ def silu_ref(x: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.
 
 def swiglu_ref(gate: torch.Tensor, up: torch.Tensor, *, out_dtype: torch.dtype | None = None) -> torch.Tensor:
     """silu(gate) * up: the float32 silu, then one rounded product; one shape and dtype. (-inf, finite) gives a zero, (-inf, inf) NaN."""
-    _check_pair(gate, up)
+    check_pair(gate, up)
     return _on_host(lambda g: _gated_host(g, g) * up.detach().cpu().float(), gate, out_dtype)
 
 
@@ -176,7 +176,7 @@ def swiglu_rows_kernel(gate_ptr, up_ptr, y_ptr, F, gate_stride, up_stride, BLOCK
 
 
 def _run(op: str, x: torch.Tensor, up: torch.Tensor | None, out_dtype: torch.dtype | None, block: int, num_warps: int) -> torch.Tensor:
-    _check(x, out_dtype)
+    check_floats(x, out_dtype)
     x = x.contiguous()
     y = torch.empty_like(x, dtype=out_dtype or x.dtype)
     if x.numel():
@@ -186,7 +186,7 @@ def _run(op: str, x: torch.Tensor, up: torch.Tensor | None, out_dtype: torch.dty
     return y
 
 
-def _check_pair(gate: torch.Tensor, up: torch.Tensor) -> None:
+def check_pair(gate: torch.Tensor, up: torch.Tensor) -> None:
     if gate.shape != up.shape:
         raise ValueError(f"gate and up have one shape; got {tuple(gate.shape)=} {tuple(up.shape)=}; broadcast them yourself")
     if gate.dtype != up.dtype or gate.device != up.device:
@@ -226,11 +226,11 @@ def silu(x: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 
 @on_gpu("swiglu")
 def swiglu(gate: torch.Tensor, up: torch.Tensor, *, out_dtype: torch.dtype | None = None, block: int = 1024, num_warps: int = 4) -> torch.Tensor:
     """`swiglu_ref` on a GPU. The halves of one [M, 2 F] tensor, `both[:, :F]` and `both[:, F:]`, are read where they lie."""
-    _check_pair(gate, up)
+    check_pair(gate, up)
     in_rows = gate.ndim == 2 and gate.stride(1) == up.stride(1) == 1
     if not in_rows or gate.is_contiguous() and up.is_contiguous():
         return _run("swiglu", gate, up, out_dtype, block, num_warps)
-    _check(gate, out_dtype)
+    check_floats(gate, out_dtype)
     y = torch.empty(gate.shape, dtype=out_dtype or gate.dtype, device=gate.device)
     if y.numel():
         swiglu_rows_kernel[(gate.shape[0], triton.cdiv(gate.shape[1], block))](

@@ -28,7 +28,7 @@ import torch
 from kernels.device import on_gpu
 from kernels.exact import _integer_c
 from kernels.exact.ieee import assert_subnormals_kept
-from kernels.exact.slices import DTYPES, EX_NONFINITE, EX_ZERO, digits_ref, padded, quantise_ref, row_exponents_ref, slice_rows
+from kernels.exact.slices import DTYPES, EX_NONFINITE, EX_ZERO, Sliced, digits_ref, padded, quantise_ref, row_exponents_ref, slice_rows
 
 __all__ = ["ENGINES", "IntegerWeight", "MAX_K", "PRODUCTS", "integer_accumulate", "integer_accumulate_ref", "integer_finish",
            "integer_finish_ref", "linear_integer", "linear_integer_ref", "prepare_integer", "row_exponents", "row_exponents_ref"]  # fmt: skip
@@ -50,7 +50,8 @@ class IntegerWeight:
 
     ex_N: int32 exponents. digits: int8 [3, N, KP], top digit first (3 bytes a weight, for prefill and the CPU), or None. code: bf16 [N, KP],
     or None: q_w itself, which has at most 8 significant bits where w is bf16, so it is a bf16 number: the weight times its row's power of
-    two, elements below half a unit rounded as the rule says (2 bytes a weight, for decode). Columns from K to KP are zero.
+    two, elements below half a unit rounded as the rule says (2 bytes a weight, for decode). Columns from K to KP are zero. tickets: zeros that
+    every launch leaves as zeros, from which the decode kernel's programs draw who adds the parts of K: one weight serves one stream at a time.
     """
 
     n: int
@@ -60,6 +61,7 @@ class IntegerWeight:
     ex_N: torch.Tensor
     digits: torch.Tensor | None
     code: torch.Tensor | None
+    tickets: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,6 +106,7 @@ def prepare_integer(
     kp, is_bf16 = padded(k), w_NK.dtype == torch.bfloat16
     digits = torch.empty((3, n, kp), dtype=torch.int8, device=w_NK.device) if prefill or not is_bf16 else None
     code = torch.empty((n, kp), dtype=torch.bfloat16, device=w_NK.device) if is_bf16 and (w_NK.is_cuda or not prefill) else None
+    tickets = torch.zeros(-(-n // 16), dtype=torch.int32, device=w_NK.device)
     step = max(1, _PREPARE_ELEMENTS // max(kp, 1))
     for n0 in range(0, n, step):
         rows = slice(n0, n0 + step)
@@ -112,7 +115,7 @@ def prepare_integer(
             digits[:, rows] = digits_ref(q)
         if code is not None:
             code[rows] = q.to(torch.bfloat16)
-    return IntegerWeight(n=n, k=k, products=products, dtype=w_NK.dtype, ex_N=ex_N, digits=digits, code=code)
+    return IntegerWeight(n=n, k=k, products=products, dtype=w_NK.dtype, ex_N=ex_N, digits=digits, code=code, tickets=tickets)
 
 
 def _check_exponents(given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -122,9 +125,12 @@ def _check_exponents(given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return given.to(own.device).contiguous()
 
 
-def check_tokens(x_MK: torch.Tensor, weight: IntegerWeight) -> None:
+def check_tokens(x_MK: torch.Tensor | Sliced, weight: IntegerWeight) -> None:
     """Raises ValueError where x_MK does not fit the weight."""
-    if x_MK.ndim != 2 or x_MK.shape[1] != weight.k or x_MK.dtype not in DTYPES:
+    if isinstance(x_MK, Sliced):
+        if x_MK.k != weight.k:
+            raise ValueError(f"need sliced rows with K = {weight.k}; got {x_MK.shape=}; take the linear's own input")
+    elif x_MK.ndim != 2 or x_MK.shape[1] != weight.k or x_MK.dtype not in DTYPES:
         raise ValueError(f"need x_MK with K = {weight.k} in bf16, fp16 or fp32; got {tuple(x_MK.shape)=} {x_MK.dtype=}; flatten or cast it")
     if x_MK.device != weight.device:
         raise ValueError(f"x_MK and the weight are on one device; got {x_MK.device=} {weight.device=}; move one")
@@ -235,13 +241,14 @@ def integer_finish_ref(total_MN: torch.Tensor, ex_M: torch.Tensor, weight: Integ
 
 
 @on_gpu("linear_integer")
-def linear_integer(x_MK: torch.Tensor, weight: IntegerWeight, *, out: torch.Tensor | None = None, schedule: object = None) -> torch.Tensor:
+def linear_integer(x_MK: torch.Tensor | Sliced, weight: IntegerWeight, *, out: torch.Tensor | None = None, schedule: object = None) -> torch.Tensor:
     """On a GPU -> y_MN float32, equal to `linear_integer_ref` bit for bit for every schedule.
 
-    x_MK bf16, fp16 or fp32; `out`, fp32 and contiguous, receives the result. Up to 16 tokens (or where the weight keeps no planes) the decode
+    x_MK bf16, fp16 or fp32, or rows that were sliced where they arose (sliced.py), which spares a launch; `out`, fp32 and contiguous, receives the result. Up to 16 tokens (or where the weight keeps no planes) the decode
     kernel, else the prefill kernel, unless `schedule` names one. No wait for the device: it can be captured in a CUDA graph.
     """
-    planes, ex_M = slice_rows(_tokens(x_MK, weight))
+    check_tokens(x_MK, weight)
+    planes, ex_M = (x_MK.planes, x_MK.ex_R) if isinstance(x_MK, Sliced) else slice_rows(x_MK)
     return _multiply(planes, ex_M, weight, schedule, out, torch.float32)
 
 
@@ -256,7 +263,8 @@ def integer_accumulate(x_MK: torch.Tensor, weight: IntegerWeight, ex_M: torch.Te
 
     ex_M int32 must be at least x's own row exponents (not checked here: it would cost a wait; `integer_accumulate_ref` checks).
     """
-    planes, ex_M = slice_rows(_tokens(x_MK, weight), ex_R=ex_M)
+    check_tokens(x_MK, weight)
+    planes, ex_M = slice_rows(x_MK, ex_R=ex_M)
     return _multiply(planes, ex_M, weight, schedule, None, torch.int64)
 
 
@@ -268,11 +276,6 @@ def integer_finish(total_MN: torch.Tensor, ex_M: torch.Tensor, weight: IntegerWe
     if total_MN.shape != (ex_M.shape[0], weight.n) or total_MN.dtype != torch.int64:
         raise ValueError(f"totals are int64 {(ex_M.shape[0], weight.n)}; got {tuple(total_MN.shape)=} {total_MN.dtype=}; take integer_accumulate's")
     return finish_parts(total_MN.contiguous()[None], ex_M, weight, None, torch.float32)
-
-
-def _tokens(x_MK: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
-    check_tokens(x_MK, weight)
-    return x_MK
 
 
 def _multiply(planes: torch.Tensor, ex_M: torch.Tensor, weight: IntegerWeight, schedule: object, out: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -9,9 +9,10 @@ lines, so no other order is needed. Slicing takes three float operations a weigh
     l = f + magic                           byte 0 is d2, f mod 256 (from 2^22 on l leaves the binade, but there 2^15 divides f: byte 0 is 0)
 W's rows are the wide side of the product, the tokens (8 or 16) the narrow one. `wide`: the three planes of x stand side by side, so each plane of W
 is multiplied once, and all nine digit products appear (b6 leaves three out when adding); else six or nine narrow products.
-K is split over `split` programs; their int64 totals are added by a second kernel, in any order the same. fp16 and fp32 weights use their
+K is split over `split` programs; their int64 totals are added by the last of them to arrive (an integer ticket of the weight says who), or
+where tickets are too few by a second kernel: in any order the same. fp16 and fp32 weights use their
 digit planes (3 bytes). Legend: M tokens, N outputs, KP inputs, T tokens a program, C = 4 T columns of x (the last T are zero), S parts.
-It uses no atomics, and any M works (each T tokens read W again).
+No value passes through an atomic, and any M works (each T tokens read W again).
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from kernels.exact.integer_rounding import moderate, rounded
 __all__ = ["IntegerDecodeSchedule", "decode_integer", "finish_parts", "integer_decode_schedule", "integer_decode_schedules"]
 
 MOST_BLOCKS = 65535  # of tokens in one launch: a grid's third axis
+_MOST_PARTS = 8  # of K, up to which the last program adds them itself
 _HALF = tl.constexpr(12583040.0)  # 1.5 * 2^23 + 128
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23
 
@@ -103,11 +105,15 @@ def add_wide(acc0, acc1, acc2, T: tl.constexpr, BN: tl.constexpr, B9: tl.constex
 
 @triton.jit(do_not_specialize=["M", "N", "BLOCKS"])
 def integer_decode_kernel(
-    x_ptr, w_ptr, ex_m_ptr, ex_n_ptr, out_ptr, M, N, KP, BLOCKS, x_plane, w_plane,
+    x_ptr, w_ptr, ex_m_ptr, ex_n_ptr, out_ptr, y_ptr, ticket_ptr, M, N, KP, BLOCKS, x_plane, w_plane,
     T: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, B9: tl.constexpr, EVEN_K: tl.constexpr, CODE: tl.constexpr, ASSEMBLY: tl.constexpr,
-    WIDE: tl.constexpr, FINISH: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, FINISH: tl.constexpr,
 ):  # fmt: skip
-    """BLOCKS blocks of K for BN rows of W and T tokens. Grid (N blocks, parts of K, M blocks). out: y (FINISH) or int64 [part, M, N]."""
+    """BLOCKS blocks of K for BN rows of W and T tokens. Grid (N blocks, parts of K, M blocks).
+
+    out: int64 [part, M, N], unused where FINISH and PARTS = 1. FINISH: y is written, where PARTS > 1 by the program that draws the last
+    ticket of its (N, M) block; it puts the counter back to 0.
+    """
     first_n, first_m = tl.program_id(0) * BN, tl.program_id(2) * T
     x_plane, w_plane = tl.cast(x_plane, tl.int64), tl.cast(w_plane, tl.int64)  # twice a plane may pass 2^31
     row, kk = tl.arange(0, BN), tl.arange(0, BK)
@@ -157,14 +163,26 @@ def integer_decode_kernel(
             total = total * 65536 + (acc3.to(tl.int64) * 256 + acc4)
     n, m = first_n + row, first_m + tl.arange(0, T)
     keep = (n < N)[:, None] & (m < M)[None, :]
-    place = out_ptr + (tl.program_id(1).to(tl.int64) * M + m[None, :]) * N + n[:, None]
+    place = m[None, :].to(tl.int64) * N + n[:, None]
+    last = True
+    if not FINISH or PARTS > 1:
+        tl.store(out_ptr + tl.program_id(1).to(tl.int64) * M * N + place, total, mask=keep)
     if FINISH:
-        ex_m = tl.load(ex_m_ptr + m, mask=m < M, other=0)
-        ex_n = tl.load(ex_n_ptr + n, mask=n < N, other=0)
-        fast = (moderate(ex_m) & moderate(ex_n)) == 1
-        tl.store(place, rounded(total, ex_m[None, :], ex_n[:, None], fast, 46 if B9 else 30, B9), mask=keep)
-    else:
-        tl.store(place, total, mask=keep)
+        if PARTS > 1:
+            tl.debug_barrier()
+            ticket = ticket_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+            last = tl.atomic_add(ticket, 1, sem="acq_rel") == PARTS - 1
+            if last:
+                tl.store(ticket, 0)
+        if last:
+            if PARTS > 1:
+                total = tl.zeros((BN, T), tl.int64)
+                for part in tl.static_range(PARTS):
+                    total += tl.load(out_ptr + tl.cast(part, tl.int64) * M * N + place, mask=keep, other=0, cache_modifier=".cg")
+            ex_m = tl.load(ex_m_ptr + m, mask=m < M, other=0)
+            ex_n = tl.load(ex_n_ptr + n, mask=n < N, other=0)
+            fast = (moderate(ex_m) & moderate(ex_n)) == 1
+            tl.store(y_ptr + place, rounded(total, ex_m[None, :], ex_n[:, None], fast, 46 if B9 else 30, B9), mask=keep)
 
 
 @triton.jit(do_not_specialize=["M", "N", "PARTS"])
@@ -226,11 +244,13 @@ def decode_integer(planes: torch.Tensor, ex_M: torch.Tensor, weight, schedule: I
         return out
     blocks = triton.cdiv(triton.cdiv(kp, s.block_k), s.split)
     split = triton.cdiv(kp, blocks * s.block_k)  # no part is empty
-    parts = out if split == 1 else torch.empty((split, m, n), dtype=torch.int64, device=planes.device)
     grid = (triton.cdiv(n, s.block_n), split, triton.cdiv(m, tokens))
+    finish = out.dtype == torch.float32 and (split == 1 or split <= _MOST_PARTS and weight.tickets is not None and grid[0] * grid[2] <= weight.tickets.numel())
+    parts = out if split == 1 else torch.empty((split, m, n), dtype=torch.int64, device=planes.device)
     integer_decode_kernel[grid](
-        planes, weight.code if code else weight.digits, ex_M, weight.ex_N, parts, m, n, kp, blocks, planes.stride(0), n * kp, T=tokens, BN=s.block_n,
-        BK=s.block_k, B9=weight.products == "b9", EVEN_K=kp % s.block_k == 0, CODE=code, ASSEMBLY=assembly and code, WIDE=s.wide,
-        FINISH=parts.dtype == torch.float32, num_warps=s.num_warps, num_stages=s.num_stages, enable_fp_fusion=False,
+        planes, weight.code if code else weight.digits, ex_M, weight.ex_N, parts, out, ex_M if weight.tickets is None else weight.tickets, m, n, kp, blocks,
+        planes.stride(0), n * kp, T=tokens, BN=s.block_n, BK=s.block_k, B9=weight.products == "b9", EVEN_K=kp % s.block_k == 0, CODE=code,
+        ASSEMBLY=assembly and code, WIDE=s.wide, PARTS=split if finish else 1, FINISH=finish, num_warps=s.num_warps, num_stages=s.num_stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
-    return out if split == 1 else finish_parts(parts, ex_M, weight, out, out.dtype)
+    return out if split == 1 or finish else finish_parts(parts, ex_M, weight, out, out.dtype)

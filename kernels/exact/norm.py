@@ -34,7 +34,7 @@ _LANES = tl.constexpr(LANES)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check(x_MK: torch.Tensor, w_K: torch.Tensor, eps: float, out_dtype: torch.dtype | None, others: tuple[torch.Tensor, ...] = ()) -> None:
+def check_norm(x_MK: torch.Tensor, w_K: torch.Tensor, eps: float, out_dtype: torch.dtype | None, others: tuple[torch.Tensor, ...] = ()) -> None:
     if x_MK.ndim != 2 or w_K.shape != x_MK.shape[1:] or x_MK.shape[1] == 0:
         raise ValueError(f"need x_MK and w_K with one K > 0; got {tuple(x_MK.shape)=} {tuple(w_K.shape)=}; flatten the tokens")
     if not 0 <= eps < float("inf"):
@@ -43,7 +43,7 @@ def _check(x_MK: torch.Tensor, w_K: torch.Tensor, eps: float, out_dtype: torch.d
         raise ValueError(f"operands and results are float32, bfloat16 or float16; got {x_MK.dtype=} {w_K.dtype=} {out_dtype=}; convert them first")
 
 
-def _check_delta(h_MK: torch.Tensor, delta_MK: torch.Tensor) -> None:
+def check_delta(h_MK: torch.Tensor, delta_MK: torch.Tensor) -> None:
     if h_MK.shape != delta_MK.shape:
         raise ValueError(f"h and delta have one shape; got {tuple(h_MK.shape)=} {tuple(delta_MK.shape)=}; broadcast them yourself")
 
@@ -100,7 +100,7 @@ def rmsnorm_ref(x_MK: torch.Tensor, w_K: torch.Tensor, *, eps: float = 1e-6, out
 
     Measured: 2.9 ulp against float64 at K = 3000 (float32 output).
     """
-    _check(x_MK, w_K, eps, out_dtype)
+    check_norm(x_MK, w_K, eps, out_dtype)
     assert_subnormals_kept()
     return _scaled(x_MK.detach().cpu().float(), w_K, eps).to(out_dtype or x_MK.dtype)
 
@@ -109,8 +109,8 @@ def add_rmsnorm_ref(
     h_MK: torch.Tensor, delta_MK: torch.Tensor, w_K: torch.Tensor, eps: float = 1e-6, out_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(h + delta in h's dtype, its rmsnorm in `out_dtype`, default h's) on the CPU. The norm reads the rounded sum."""
-    _check(h_MK, w_K, eps, out_dtype, (delta_MK,))
-    _check_delta(h_MK, delta_MK)
+    check_norm(h_MK, w_K, eps, out_dtype, (delta_MK,))
+    check_delta(h_MK, delta_MK)
     assert_subnormals_kept()
     h_new = (h_MK.detach().cpu().float() + delta_MK.detach().cpu().float()).to(h_MK.dtype)
     return h_new, rmsnorm_ref(h_new, w_K, eps=eps, out_dtype=out_dtype)
@@ -123,7 +123,7 @@ def layernorm_ref(
 
     Error: the mean's, at most (ceil(K / 1024) + 11) 2^-24 mean|x|, times r w, beside the relative one of rmsnorm: large means cost digits.
     """
-    _check(x_MK, w_K, eps, out_dtype, () if b_K is None else (b_K,))
+    check_norm(x_MK, w_K, eps, out_dtype, () if b_K is None else (b_K,))
     _check_bias(w_K, b_K)
     assert_subnormals_kept()
     x = x_MK.detach().cpu().float()
@@ -153,16 +153,16 @@ def reciprocal_root(acc, count, eps):
 
 
 @triton.jit
-def rmsnorm_kernel(x_ptr, w_ptr, y_ptr, K, count, eps, STEPS: tl.constexpr, delta_ptr=None, h_ptr=None):
-    """One program a row, read once into registers; must be compiled with enable_fp_fusion=False. `count` is K as float32.
+def normalised_row(x_ptr, w_ptr, row, K, count, eps, STEPS: tl.constexpr, delta_ptr, h_ptr):
+    """(x r) w of the row that starts at element `row`, in float32: STEPS blocks of LANES elements, read once into registers.
 
-    With delta_ptr, x + delta, rounded to h's type, is stored to h_ptr and takes the place of x.
+    With delta_ptr, x + delta, rounded to h's type, is stored to h_ptr and takes the place of x. `count` is K as float32.
     """
-    row = tl.program_id(0).to(tl.int64) * K
     lane = tl.arange(0, _LANES)
     acc = tl.zeros((_LANES,), tl.float32)
     xs = ()
     ws = ()
+    ys = ()
     for s in tl.static_range(STEPS):
         k = s * _LANES + lane
         x = tl.load(x_ptr + row + k, mask=k < K, other=0.0).to(tl.float32)
@@ -176,8 +176,18 @@ def rmsnorm_kernel(x_ptr, w_ptr, y_ptr, K, count, eps, STEPS: tl.constexpr, delt
         acc = tl.fma(xs[s], xs[s], acc)
     r = reciprocal_root(acc, count, eps)
     for s in tl.static_range(STEPS):
-        k = s * _LANES + lane
-        tl.store(y_ptr + row + k, ((xs[s] * r) * ws[s]).to(y_ptr.dtype.element_ty), mask=k < K)
+        ys = ys + ((xs[s] * r) * ws[s],)
+    return ys
+
+
+@triton.jit
+def rmsnorm_kernel(x_ptr, w_ptr, y_ptr, K, count, eps, STEPS: tl.constexpr, delta_ptr=None, h_ptr=None):
+    """One program a row, see `normalised_row`; must be compiled with enable_fp_fusion=False."""
+    row = tl.program_id(0).to(tl.int64) * K
+    ys = normalised_row(x_ptr, w_ptr, row, K, count, eps, STEPS, delta_ptr, h_ptr)
+    for s in tl.static_range(STEPS):
+        k = s * _LANES + tl.arange(0, _LANES)
+        tl.store(y_ptr + row + k, ys[s].to(y_ptr.dtype.element_ty), mask=k < K)
 
 
 @triton.jit
@@ -205,7 +215,7 @@ def layernorm_kernel(x_ptr, w_ptr, b_ptr, y_ptr, K, count, eps, STEPS: tl.conste
         tl.store(y_ptr + row + k, y.to(y_ptr.dtype.element_ty), mask=k < K)
 
 
-def _options(k: int, num_warps: int | None) -> dict:
+def options(k: int, num_warps: int | None) -> dict:
     """More warps for longer rows, which are kept in registers: 64 of a thread's up to K = 8,192 (4 warps) and 32,768 (16)."""
     steps = triton.cdiv(k, LANES)
     return dict(STEPS=steps, num_warps=num_warps or (4 if steps <= 8 else 8 if steps <= 16 else 16), enable_fp_fusion=False)
@@ -216,11 +226,11 @@ def rmsnorm(
     x_MK: torch.Tensor, w_K: torch.Tensor, *, eps: float = 1e-6, out_dtype: torch.dtype | None = None, num_warps: int | None = None
 ) -> torch.Tensor:
     """`rmsnorm_ref` on a GPU; any `num_warps` gives the same bits."""
-    _check(x_MK, w_K, eps, out_dtype)
+    check_norm(x_MK, w_K, eps, out_dtype)
     x_MK, (m, k) = x_MK.contiguous(), x_MK.shape
     y_MK = torch.empty_like(x_MK, dtype=out_dtype or x_MK.dtype)
     if m:
-        rmsnorm_kernel[(m,)](x_MK, w_K.contiguous(), y_MK, k, float(k), eps, **_options(k, num_warps))
+        rmsnorm_kernel[(m,)](x_MK, w_K.contiguous(), y_MK, k, float(k), eps, **options(k, num_warps))
     return y_MK
 
 
@@ -230,12 +240,12 @@ def add_rmsnorm(
     *, num_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`add_rmsnorm_ref` on a GPU in one launch -> (h_new, y), both new tensors; any `num_warps` gives the same bits."""
-    _check(h_MK, w_K, eps, out_dtype, (delta_MK,))
-    _check_delta(h_MK, delta_MK)
+    check_norm(h_MK, w_K, eps, out_dtype, (delta_MK,))
+    check_delta(h_MK, delta_MK)
     h_MK, delta_MK, (m, k) = h_MK.contiguous(), delta_MK.contiguous(), h_MK.shape
     h_new, y_MK = torch.empty_like(h_MK), torch.empty_like(h_MK, dtype=out_dtype or h_MK.dtype)
     if m:
-        rmsnorm_kernel[(m,)](h_MK, w_K.contiguous(), y_MK, k, float(k), eps, delta_ptr=delta_MK, h_ptr=h_new, **_options(k, num_warps))
+        rmsnorm_kernel[(m,)](h_MK, w_K.contiguous(), y_MK, k, float(k), eps, delta_ptr=delta_MK, h_ptr=h_new, **options(k, num_warps))
     return h_new, y_MK
 
 
@@ -245,10 +255,10 @@ def layernorm(
     num_warps: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`layernorm_ref` on a GPU; any `num_warps` gives the same bits."""
-    _check(x_MK, w_K, eps, out_dtype, () if b_K is None else (b_K,))
+    check_norm(x_MK, w_K, eps, out_dtype, () if b_K is None else (b_K,))
     _check_bias(w_K, b_K)
     x_MK, b_K, (m, k) = x_MK.contiguous(), None if b_K is None else b_K.contiguous(), x_MK.shape
     y_MK = torch.empty_like(x_MK, dtype=out_dtype or x_MK.dtype)
     if m:
-        layernorm_kernel[(m,)](x_MK, w_K.contiguous(), b_K, y_MK, k, float(k), eps, **_options(k, num_warps))
+        layernorm_kernel[(m,)](x_MK, w_K.contiguous(), b_K, y_MK, k, float(k), eps, **options(k, num_warps))
     return y_MK

@@ -22,6 +22,8 @@ Legend: R rows (tokens of x, outputs of w), K inputs, P = 3 planes of digits, th
 element alike: the error is normwise. It keeps no scale finer than a row's.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -29,7 +31,10 @@ import triton.language as tl
 from kernels.device import on_gpu
 from kernels.exact.ieee import assert_subnormals_kept
 
-__all__ = ["DTYPES", "EX_NONFINITE", "EX_ZERO", "PAD_K", "Q_MAX", "Q_MIN", "digits_ref", "padded", "quantise_ref", "row_exponents_ref", "slice_rows"]
+__all__ = [
+    "DTYPES", "EX_NONFINITE", "EX_ZERO", "PAD_K", "Q_MAX", "Q_MIN", "Sliced", "digits_ref", "padded", "quantise_ref", "row_exponents_ref", "slice_rows",
+    "sliced_ref",
+]  # fmt: skip
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAD_K = 64  # planes hold a multiple of it: rows start on 16 bytes
@@ -37,6 +42,29 @@ EX_ZERO = -149  # the smallest exponent of a nonzero row is -148 (2^-149 < 2^-14
 EX_NONFINITE = 255  # the largest of a finite row is 129
 Q_MIN, Q_MAX = -128 * 65793, 127 * 65793
 _ONE_REGISTER_PASS = 16384  # longest row that a CTA keeps in registers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliced:
+    """Rows as a linear of the integer family reads them: planes int8 [3, R, KP], zero from column k on, and ex_R int32. Any number of linears may read one."""
+
+    planes: torch.Tensor
+    ex_R: torch.Tensor
+    k: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.planes.shape[1], self.k
+
+    @property
+    def device(self) -> torch.device:
+        return self.planes.device
+
+
+def empty_sliced(rows: int, k: int, device: torch.device) -> Sliced:
+    """For a kernel to fill."""
+    planes = torch.empty((3, rows, padded(k)), dtype=torch.int8, device=device)
+    return Sliced(planes=planes, ex_R=torch.empty(rows, dtype=torch.int32, device=device), k=k)
 
 
 def padded(k: int) -> int:
@@ -80,6 +108,13 @@ def digits_ref(q_RK: torch.Tensor) -> torch.Tensor:
                          "pass exponents that are at least the rows' own (row_exponents of the whole rows)")  # fmt: skip
     t = (q_RK + 0x808080) ^ 0x808080
     return torch.stack([t << 8 >> 24, t << 16 >> 24, t << 24 >> 24]).to(torch.int8)
+
+
+def sliced_ref(a_RK: torch.Tensor) -> Sliced:
+    """Rows with their own exponents (any device, torch operations only)."""
+    ex_R = row_exponents_ref(a_RK)
+    planes = torch.nn.functional.pad(digits_ref(quantise_ref(a_RK, ex_R)), (0, padded(a_RK.shape[1]) - a_RK.shape[1]))
+    return Sliced(planes=planes, ex_R=ex_R, k=a_RK.shape[1])
 
 
 @triton.jit
@@ -141,6 +176,27 @@ def slice_kernel(x_ptr, planes_ptr, ex_ptr, x_stride, K, KP, plane, GIVEN: tl.co
             tl.store(place, (t >> 16).to(tl.int8), mask=inside)
             tl.store(place + plane, (t >> 8).to(tl.int8), mask=inside)
             tl.store(place + 2 * plane, t.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def store_sliced(ys, planes_ptr, ex_ptr, row, K, KP, plane, STEPS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+    """What `slice_kernel` makes of the row whose STEPS blocks of BLOCK elements, in float32, are rounded to DTYPE first; K <= KP <= STEPS * BLOCK."""
+    lane, plane = tl.arange(0, BLOCK), tl.cast(plane, tl.int64)
+    top = tl.zeros((BLOCK,), tl.int32)
+    kept = ()
+    for s in tl.static_range(STEPS):
+        x = tl.where(s * BLOCK + lane < K, ys[s].to(DTYPE).to(tl.float32), 0.0)
+        top = tl.maximum(top, absolute_bits(x))
+        kept = kept + (x,)
+    ex = exponent_of(tl.max(top, 0))
+    tl.store(ex_ptr + row, ex)
+    for s in tl.static_range(STEPS):
+        t = balanced_bytes(kept[s], ex)
+        place = planes_ptr + row * KP + s * BLOCK + lane
+        inside = s * BLOCK + lane < KP
+        tl.store(place, (t >> 16).to(tl.int8), mask=inside)
+        tl.store(place + plane, (t >> 8).to(tl.int8), mask=inside)
+        tl.store(place + 2 * plane, t.to(tl.int8), mask=inside)
 
 
 @on_gpu("row_exponents")

@@ -27,6 +27,7 @@ from kernels.exact.integer import (
 )  # fmt: skip
 from kernels.exact.linear import linear_fma, linear_fma_ref
 from kernels.exact.order import SPANS
+from kernels.exact.slices import Sliced
 from studies.models.parallel import Parallel, tree_add
 
 
@@ -35,7 +36,7 @@ class Family:
     """`activations`: what linears read; `kv`: what the cache holds; `residual`: the stream between layers; `precision`: of fp32 GEMMs.
 
     `prepare_columns(w_NK, parallel)` keeps this rank's inputs of the whole w; `reduce_columns(x_MK, handle, parallel)` is the whole y
-    from this rank's columns of x.
+    from this rank's columns of x. `sliced`: on a GPU `linear` also reads a `kernels.exact.slices.Sliced`, which the operator before it makes.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Family:
     kv: torch.dtype = torch.bfloat16
     residual: torch.dtype = torch.float32
     operators: str = "exact"
+    sliced: bool = False
     precision: str | None = None
     needs_gpu: bool = False
 
@@ -81,8 +83,8 @@ def _reduce_fma(x_MK: torch.Tensor, handle: Any, parallel: Parallel) -> torch.Te
 # ---- family B ------------------------------------------------------------------------------------------------------------------
 
 
-def _linear_integer(x_MK: torch.Tensor, weight: IntegerWeight) -> torch.Tensor:
-    return linear_integer(x_MK, weight) if x_MK.is_cuda else linear_integer_ref(x_MK, weight)
+def _linear_integer(x_MK: torch.Tensor | Sliced, weight: IntegerWeight) -> torch.Tensor:
+    return linear_integer(x_MK, weight) if isinstance(x_MK, Sliced) or x_MK.is_cuda else linear_integer_ref(x_MK, weight)
 
 
 def _prepare_integer_columns(w_NK: torch.Tensor, parallel: Parallel, *, products: str) -> IntegerWeight:
@@ -149,7 +151,7 @@ def _fma() -> Family:
 def _integer(name: str, title: str, products: str) -> Family:
     return Family(
         name=name, title=title, exact=True, activations=torch.bfloat16, prepare=partial(prepare_integer, products=products),
-        linear=_linear_integer, prepare_columns=partial(_prepare_integer_columns, products=products), reduce_columns=_reduce_integer,
+        linear=_linear_integer, prepare_columns=partial(_prepare_integer_columns, products=products), reduce_columns=_reduce_integer, sliced=True,
     )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ whose patch replaces linears only, of plain fp32 and of plain bf16: norms in fp3
 dtype, made once a pass like the mask, `scaled_dot_product_attention` (SDPA) over the cache. "serving" is the leanest bf16 decoder that
 can be made of these parts: exact's fused norms, rope and SwiGLU, and SDPA, which reads queries and writes outputs where they lie. Both
 append to SDPA's cache by one kernel, as "exact" does to its own, so that no baseline pays for launches that its users could spare. No
-operator waits for the GPU when T = 1, so that a step can be captured in a CUDA graph.
+operator waits for the GPU when T = 1, so that a step can be captured in a CUDA graph. On a GPU, exact norms and SwiGLU can slice their own
+results for the linears of the integer family (`kernels.exact.sliced`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+
+from kernels.exact.slices import Sliced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +46,29 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """The functions of one kind on one device. `add_norm` takes delta None for "nothing to add"; the last argument is the result's dtype."""
+    """The functions of one kind on one device. `add_norm` takes delta None for "nothing to add"; the last argument is the result's dtype,
+    of a `Sliced` result the one that it is rounded to before."""
 
     make_cache: Callable[..., Any]
     append: Callable[[Any, torch.Tensor, torch.Tensor, Span], None]
     attention: Callable[[torch.Tensor, Any, Span, torch.dtype], torch.Tensor]
-    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor | Sliced]]
     rope: Callable[..., torch.Tensor]
-    swiglu: Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+    swiglu: Callable[[torch.Tensor, torch.dtype], torch.Tensor | Sliced]
 
 
-def operators(kind: str, device: torch.device) -> Operators:
-    """kind: "exact", "torch" or "serving". Raises ValueError for another."""
+def operators(kind: str, device: torch.device, *, sliced_norm: bool = False, sliced_swiglu: bool = False) -> Operators:
+    """kind: "exact", "torch" or "serving". `sliced_norm`, `sliced_swiglu`: what the linears read next is a `Sliced`.
+
+    Raises ValueError for another kind, and where slicing is asked of any but the exact kind on a GPU.
+    """
+    if (sliced_norm or sliced_swiglu) and (kind != "exact" or device.type != "cuda"):
+        raise ValueError(f"exact operators on a GPU slice their results, others do not, got {kind=} {device=}; leave it out")
     if kind == "torch":
         return _TORCH
     if kind not in ("exact", "serving"):
         raise ValueError(f"operators are exact, torch or serving, got {kind=}; name one of them")
-    exact = _exact(gpu=device.type == "cuda")
+    exact = _exact(gpu=device.type == "cuda", sliced_norm=sliced_norm, sliced_swiglu=sliced_swiglu)
     if kind == "exact":
         return exact
     return Operators(make_cache=_make_cache, append=_append, attention=_attention, add_norm=exact.add_norm, rope=exact.rope, swiglu=exact.swiglu)
@@ -68,23 +77,25 @@ def operators(kind: str, device: torch.device) -> Operators:
 # ---- exact ---------------------------------------------------------------------------------------------------------------------
 
 
-def _exact(*, gpu: bool) -> Operators:
-    from kernels.exact import activations, attention, norm, rope
+def _exact(*, gpu: bool, sliced_norm: bool, sliced_swiglu: bool) -> Operators:
+    from kernels.exact import activations, attention, norm, rope, sliced
 
     rotate, gate = (rope.rope, activations.swiglu) if gpu else (rope.rope_ref, activations.swiglu_ref)
     normalise, add_and_normalise = (norm.rmsnorm, norm.add_rmsnorm) if gpu else (norm.rmsnorm_ref, norm.add_rmsnorm_ref)
+    normalise, add_and_normalise = (sliced.rmsnorm_sliced, sliced.add_rmsnorm_sliced) if sliced_norm else (normalise, add_and_normalise)
+    gate = sliced.swiglu_sliced if sliced_swiglu else gate
 
     def attend(q_BTHD: torch.Tensor, cache: Any, span: Span, dtype: torch.dtype) -> torch.Tensor:
         if gpu:
             return attention.attention(q_BTHD, cache, span.start_B, span.count_B, out_dtype=dtype, max_tokens=span.extent)
         return attention.attention_ref(q_BTHD, cache, span.start_B, span.count_B, out_dtype=dtype)
 
-    def add_norm(h_MK: torch.Tensor, delta_MK: torch.Tensor | None, w_K: torch.Tensor, eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_norm(h_MK: torch.Tensor, delta_MK: torch.Tensor | None, w_K: torch.Tensor, eps: float, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | Sliced]:
         if delta_MK is None:
             return h_MK, normalise(h_MK, w_K, eps=eps, out_dtype=dtype)
         return add_and_normalise(h_MK, delta_MK, w_K, eps=eps, out_dtype=dtype)
 
-    def swiglu(gate_up_MN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def swiglu(gate_up_MN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | Sliced:
         return gate(*gate_up_MN.chunk(2, dim=1), out_dtype=dtype)
 
     return Operators(

@@ -7,7 +7,7 @@ Joining q, k, v (and gate, up) along N and sharing N out cannot change bits. K i
 o_proj where the ranks divide query and key heads, down_proj where they divide the intermediate features; what does not divide stays
 whole on every rank (SmolLM2's attention: 9 and 3 heads). The embedding stays whole; the logits' matrix is split by vocabulary.
 Preparation may take several times the memory of the bf16 weights (`kernels.exact`); it copies them to the device one by one.
-The packed weights of family A serve one stream at a time: steps of one model on several streams must not overlap.
+Prepared weights of the exact families serve one stream at a time: steps of one model on several streams must not overlap.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kernels.exact.slices import Sliced
 from studies.models.config import LlamaConfig
 from studies.models.families import FAMILIES, Family
 from studies.models.llama import LlamaWeights
@@ -58,13 +59,13 @@ class Model:
     split_mlp: bool
     split_vocabulary: bool
 
-    def linear(self, x_MK: torch.Tensor, handle: Any, *, split_k: bool = False) -> torch.Tensor:
+    def linear(self, x_MK: torch.Tensor | Sliced, handle: Any, *, split_k: bool = False) -> torch.Tensor:
         """y_MN of a prepared matrix; `split_k`: x holds this rank's inputs, y is whole."""
         if split_k:
             return self.family.reduce_columns(x_MK, handle, self.parallel)
         return self.family.linear(x_MK, handle)
 
-    def logits(self, x_MK: torch.Tensor) -> torch.Tensor:
+    def logits(self, x_MK: torch.Tensor | Sliced) -> torch.Tensor:
         """fp32 [M, vocabulary], whole on every rank."""
         y_MV = self.linear(x_MK, self.head).float()
         return torch.cat(self.parallel.gather(y_MV), dim=1) if self.split_vocabulary else y_MV
@@ -83,9 +84,12 @@ def prepare(weights: LlamaWeights, *, family: str, device: str | torch.device = 
     split_vocabulary = many and parallel.divides(config.vocabulary)
     loader = _Loader(weights=weights, family=chosen, device=device, parallel=parallel)
     share = parallel.size if split_heads else 1
+    # an operand whose K is split is sliced by its linear: the exponents of the other ranks' parts come first
+    slices = chosen.sliced and device.type == "cuda"
+    ops = operators(chosen.operators, device, sliced_norm=slices, sliced_swiglu=slices and not split_mlp)
     with torch.no_grad():
         return Model(
-            config=config, family=chosen, device=device, operators=operators(chosen.operators, device), parallel=parallel,
+            config=config, family=chosen, device=device, operators=ops, parallel=parallel,
             embed_VK=weights["embed_tokens"].to(device),
             layers=tuple(loader.layer(f"layers.{layer}", split_heads, split_mlp) for layer in range(config.layers)),
             norm_K=weights["norm"].to(device), head=loader.rows([weights.head], split_vocabulary),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.device import on_gpu
-from kernels.exact import activations, attention, attention_backward, backward, integer, norm, optimizer, rope, sampling, softmax
+from kernels.exact import activations, attention, attention_backward, backward, integer, norm, optimizer, rope, sampling, sliced, softmax
 from kernels.exact.decode import DecodeSchedule, pack_weight
 from kernels.exact.ieee import fma_f32
 from kernels.exact.linear import linear_fma
@@ -40,6 +40,9 @@ CALLS = {
     "embedding_backward": [lambda: backward.embedding_backward(X, IDS, 5)],
     "rmsnorm": [lambda: norm.rmsnorm(X, W)],
     "add_rmsnorm": [lambda: norm.add_rmsnorm(X, X, W)],
+    "rmsnorm_sliced": [lambda: sliced.rmsnorm_sliced(X, W)],
+    "add_rmsnorm_sliced": [lambda: sliced.add_rmsnorm_sliced(X, X, W)],
+    "swiglu_sliced": [lambda: sliced.swiglu_sliced(X, X)],
     "layernorm": [lambda: norm.layernorm(X, W)],
     "argmax": [lambda: sampling.argmax(X)],
     "sample": [lambda: sampling.sample(X, seed=1, request_M=IDS, position_M=IDS, temperature=1.0)],

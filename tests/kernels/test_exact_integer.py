@@ -378,10 +378,10 @@ def kernels_of(architecture: int) -> dict:
         constants = dict(BM=s.block_m, BN=s.block_n, BK=s.block_k, GROUP_M=s.group_m, B9=products == "b9", EVEN_K=True, TMA=False, TOTALS=False)
         signature = dict(x_ptr="*i8", w_ptr="*i8", ex_m_ptr="*i32", ex_n_ptr="*i32", out_ptr="*fp32", **INTS)
         found[f"prefill {products}"] = (integer_prefill.integer_prefill_kernel, signature, constants, s.num_warps, s.num_stages)
-    for assembly, out in ((True, "*i64"), (False, "*fp32")):
+    for assembly, finish in ((True, False), (False, True)):
         s = integer_decode.integer_decode_schedule(8, 4096, 4096)
-        constants = dict(T=8, BN=s.block_n, BK=s.block_k, B9=False, EVEN_K=True, CODE=True, ASSEMBLY=assembly, WIDE=s.wide, FINISH=out == "*fp32")
-        signature = dict(x_ptr="*i8", w_ptr="*bf16", ex_m_ptr="*i32", ex_n_ptr="*i32", out_ptr=out)
+        constants = dict(T=8, BN=s.block_n, BK=s.block_k, B9=False, EVEN_K=True, CODE=True, ASSEMBLY=assembly, WIDE=s.wide, PARTS=s.split if finish else 1, FINISH=finish)
+        signature = dict(x_ptr="*i8", w_ptr="*bf16", ex_m_ptr="*i32", ex_n_ptr="*i32", out_ptr="*i64", y_ptr="*fp32", ticket_ptr="*i32")
         signature |= dict(M="i32", N="i32", KP="i32", BLOCKS="i32", x_plane="i32", w_plane="i32")
         found[f"decode assembly={assembly}"] = (integer_decode.integer_decode_kernel, signature, constants, s.num_warps, s.num_stages)
     finish = dict(part_ptr="*i64", ex_m_ptr="*i32", ex_n_ptr="*i32", out_ptr="*fp32", M="i32", N="i32", PARTS="i32")

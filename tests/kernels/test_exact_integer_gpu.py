@@ -21,7 +21,16 @@ from kernels.exact.integer import (
 from kernels.exact.integer_decode import integer_decode_schedules
 from kernels.exact.integer_engines import engines
 from kernels.exact.integer_prefill import integer_prefill_schedules
+from kernels.exact.norm import rmsnorm_ref
 from kernels.exact.philox import philox_bell, philox_integers
+from kernels.exact.sliced import (
+    add_rmsnorm_sliced,
+    add_rmsnorm_sliced_ref,
+    rmsnorm_sliced,
+    rmsnorm_sliced_ref,
+    swiglu_sliced,
+    swiglu_sliced_ref,
+)
 from kernels.exact.slices import digits_ref, quantise_ref, slice_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -156,3 +165,35 @@ def test_empty_operands_strides_and_devices() -> None:
     for bad in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="finite elements"):
             prepare_integer(torch.full((2, 4), bad, device="cuda"))
+
+
+@pytest.mark.parametrize("m, k", [(1, 4096), (8, 11008), (20, 576), (3, 18944)])
+def test_operators_that_slice_their_result_equal_their_references(m: int, k: int) -> None:
+    """The last K is longer than a program of SwiGLU keeps."""
+    x, delta, w_K = philox_bell((m, k), 21), philox_bell((m, k), 22), philox_bell((k,), 23, BF16)
+    x[0, -1] = float("inf")
+    both = torch.cat([x, delta], 1)
+    for num_warps in (None, 8, 16):
+        found = rmsnorm_sliced(x.cuda(), w_K.cuda(), out_dtype=BF16, num_warps=num_warps), rmsnorm_sliced_ref(x, w_K, out_dtype=BF16)
+        h, added = add_rmsnorm_sliced(x.cuda(), delta.cuda(), w_K.cuda(), 1e-5, BF16, num_warps=num_warps)
+        h_ref, added_ref = add_rmsnorm_sliced_ref(x, delta, w_K, 1e-5, BF16)
+        same(h, h_ref)
+        for y, want in (found, (added, added_ref)):
+            same(y.planes, want.planes)
+            same(y.ex_R, want.ex_R)
+    y, want = swiglu_sliced(*both.cuda().chunk(2, dim=1), out_dtype=BF16), swiglu_sliced_ref(x, delta, out_dtype=BF16)
+    same(y.planes, want.planes)
+    same(y.ex_R, want.ex_R)
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 40])
+def test_linears_share_a_sliced_operand_and_leave_their_tickets_as_zeros(m: int) -> None:
+    """Many calls: the program that adds the parts of K is another one each time."""
+    x, w_K = philox_bell((m, 4096), 24), philox_bell((4096,), 25, BF16)
+    y, sliced = rmsnorm_ref(x, w_K, out_dtype=BF16), rmsnorm_sliced(x.cuda(), w_K.cuda(), out_dtype=BF16)
+    for n in (4096, 100):
+        w = philox_bell((n, 4096), 26 + n, BF16)
+        want, weight = linear_integer_ref(y, w), prepare_integer(w.cuda())
+        for _ in range(50):
+            same(linear_integer(sliced, weight), want)
+        assert not weight.tickets.any()

@@ -30,6 +30,7 @@ from kernels.exact.prefill import PrefillSchedule, prefill_fma
 from kernels.exact.prefill_tiled import TiledSchedule, prefill_tiled
 from kernels.exact.rope import rope
 from kernels.exact.sampling import argmax, sample
+from kernels.exact.sliced import add_rmsnorm_sliced, rmsnorm_sliced, swiglu_sliced
 from kernels.exact.softmax import cross_entropy, softmax
 
 __all__ = ["ENTRIES", "Entry", "catalogue"]
@@ -94,6 +95,11 @@ def _integer(m: int, products: str, prefill: bool, totals: bool = False) -> Call
     return lambda: linear_integer(x, weight)
 
 
+def _finish() -> object:
+    weight, ex = prepare_integer(_ones(70, 300, dtype=BF16)), torch.zeros(3, dtype=torch.int32)
+    return integer_finish(torch.ones((3, 70), dtype=torch.int64), ex, weight)
+
+
 def _planes(rows: int) -> torch.Tensor:
     return torch.ones((3, rows, 320), dtype=torch.int8)
 
@@ -125,11 +131,15 @@ ENTRIES = (
     # family B
     Entry(name="integer decode", family="integer", call=_integer(1, "b6", prefill=False)),
     Entry(name="integer decode b9", family="integer", call=_integer(1, "b9", prefill=False, totals=True)),
+    Entry(name="integer finish", family="integer", call=_finish),
     Entry(name="integer prefill", family="integer", call=_integer(200, "b6", prefill=True)),
     Entry(name="integer prefill b9", family="integer", call=_integer(200, "b9", prefill=True)),
     Entry(name="integer decode, assembly", family="integer", targets=NVIDIA, as_gpu=True, call=_integer(1, "b6", prefill=False)),
     Entry(name="integer dp4a", family="integer", targets=NVIDIA, as_gpu=True, call=lambda: dp4a_totals(_planes(33), _planes(70), "b9")),
     Entry(name="integer dp4a by shifts", family="integer", call=lambda: dp4a_totals(_planes(33), _planes(70), "b9")),
+    Entry(name="rmsnorm, sliced", family="integer", call=lambda: rmsnorm_sliced(_ones(2, 3000, dtype=BF16), _ones(3000, dtype=BF16))),
+    Entry(name="rmsnorm of a sum, sliced", family="integer", call=lambda: add_rmsnorm_sliced(_ones(2, 300), _ones(2, 300), _ones(300), out_dtype=BF16)),
+    Entry(name="swiglu, sliced", family="integer", call=lambda: swiglu_sliced(_ones(2, 5000), _ones(2, 5000), out_dtype=BF16)),
     # attention: chains over head_dim and over blocks of 64 keys
     Entry(name="cache", family="elementwise", call=_append),
     Entry(name="attention, one token", family="fma", call=_attention(1, 64)),
