@@ -29,7 +29,7 @@ from suite.measure import Context
 
 __all__ = ["CHUNK", "TINY", "Finished", "Setting", "add_looks", "base_of", "finished", "setting_of", "slots_for", "task_of"]
 
-TINY = LlamaConfig(layers=2, hidden=64, intermediate=128, heads=2, kv_heads=1, vocabulary=256, context_tokens=256, rope_base=1e4, rms_eps=1e-5)
+TINY = LlamaConfig(layers=2, hidden=128, intermediate=256, heads=2, kv_heads=1, vocabulary=256, context_tokens=256, rope_base=1e4, rms_eps=1e-5)
 MODELS = ("smollm2", "tiny")
 CHUNK = 256  # micro-steps planned at a time
 

@@ -67,9 +67,9 @@ def makespan(
     """Metrics: makespan_s, sequential_s, speedup, speedup_built (without captures), tokens_per_s, score_difference (packed less alone, mean) with
     score_difference_low and _high, gpus.
     """
-    settings = [setting_of(ctx, model=model, task=task, tokens=tokens) for task in tasks]
-    work = [(i % len(settings), adapter) for i, adapter in enumerate(chosen(configurations, budget_tokens, ctx.seed))]
+    work = [(i % len(tasks), adapter) for i, adapter in enumerate(chosen(configurations, budget_tokens, ctx.seed))]
     with _ranks(ctx) as together:
+        settings = [setting_of(ctx, model=model, task=task, tokens=tokens) for task in tasks]
         mine = _share(work, ctx.rank, ctx.world_size)
         packed = _arm(settings, mine, lambda setting, adapters, arm: _packed(setting, adapters, arm, slots=slots, chunk=chunk, path=path), together)
         fastest = together(_fastest(settings[0], mine[0][1], single_paths))[0]
