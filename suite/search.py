@@ -34,7 +34,7 @@ from suite._trials import space_json, to_optuna, trial_json, trial_of
 from suite.cell import Cell
 from suite.identity import canonical_json, sha256_json
 
-__all__ = ["SAMPLERS", "Answer", "Choice", "Distribution", "Float", "Int", "Search", "SearchError", "SearchRun", "Trial", "replay"]
+__all__ = ["SAMPLERS", "Answer", "Choice", "Distribution", "Float", "Int", "Search", "SearchError", "SearchRun", "Trial", "import_optuna", "replay"]
 
 # Every flag of a sampler is named by the search, because Optuna's defaults change between versions.
 SAMPLERS = {

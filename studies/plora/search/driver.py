@@ -252,7 +252,7 @@ class _Drive:
         event = self.logged.get(("looked", self.cycle))
         if event is None:
             event = self._judged(spent_s)
-            self.log.append(event)
+            self.log.append(event, durable=bool(event["scores"]))
         self._take(event, train=True)
 
     def _judged(self, spent_s: float) -> dict[str, Any]:

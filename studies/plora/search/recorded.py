@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from studies.plora.adapter import AdapterConfig, Evaluation, PackShape, Progress
 from studies.plora.search.space import Levels, Space
 
-__all__ = ["Curve", "RecordedPack", "StepTimes", "one_of", "read_curves", "space_of"]
+__all__ = ["Curve", "RecordedPack", "StepTimes", "read_curves", "space_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +156,6 @@ class RecordedPack:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._slots = {int(slot): (AdapterConfig.from_json(s["adapter"]), s["passed"]) for slot, s in state["slots"].items()}
-
-
-def one_of(curves: Mapping[AdapterConfig, Curve], adapter: AdapterConfig, seed: int) -> AdapterConfig:
-    """The same configuration under another recorded seed: the `seed`-th of those that were recorded, counted round."""
-    seeds = sorted(a.seed for a in curves if replace(a, seed=adapter.seed) == adapter)
-    if not seeds:
-        raise ValueError(f"a recorded pack replays what was recorded, got {adapter} beside {len(curves)} others; take the recorded grid for the search's space")
-    return replace(adapter, seed=seeds[seed % len(seeds)])
 
 
 def space_of(curves: Mapping[AdapterConfig, Curve]) -> Space:

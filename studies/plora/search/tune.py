@@ -44,7 +44,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """What was found and where it lies. test_rows were not looked at."""
+    """What was found and where it lies. journal: for `optuna-dashboard`, or optuna.load_study."""
 
     found: Found
     home: Path
@@ -73,8 +73,8 @@ def tune(
     Raises ValueError for a model of another family, a task whose rows or ids do not suit it, a pack that does not fit the memory.
     """
     from studies.plora.engine.base import Base
-    from studies.plora.engine.checkpoint import export_peft
     from studies.plora.engine.pack import EnginePack
+    from studies.plora.engine.peft_format import export_adapter
 
     base = model if isinstance(model, Base) else Base.from_hf(model)
     home = Path(home)
@@ -83,7 +83,7 @@ def tune(
     strategy = Strategy(prune=prune, refill=refill, micro_steps=looks_of(task, budget.tokens, prune), checkpoint_s=checkpoint_s)
 
     def keep(number: int, adapter: AdapterConfig, evaluation: Evaluation, weights: Any) -> None:
-        export_peft(_folder(home, number), adapter, weights, base)
+        export_adapter(_folder(home, number), adapter, weights, base_name=base.name)
 
     return searched(pack, space, budget, strategy, home=home, sampler=sampler, seed=seed, show=show, keep=keep, conditions=f"{base.name} on {task.name}, {budget.tokens} tokens")
 
