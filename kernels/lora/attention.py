@@ -96,9 +96,10 @@ def causal_attention_ref(
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------------------
+# One compiled kernel serves every T, so that no other code, with other fusions, can serve the same sequence in another batch.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, length_ptr, T, H, G, scale, q_batch, q_step, q_head, k_batch, k_step, k_head, v_batch, v_step, v_head,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -134,7 +135,7 @@ def forward_kernel(
     tl.store(lse_ptr + (b * H + h) * T + t, tl.where(there, m + tl.log2(total), float("inf")), mask=t < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def query_gradient_kernel(
     do_ptr, o_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, delta_ptr, length_ptr, T, H, G, scale, unit_scale,
     q_batch, q_step, q_head, k_batch, k_step, k_head, v_batch, v_step, v_head,
@@ -168,7 +169,7 @@ def query_gradient_kernel(
     tl.store(dq_ptr + place, tl.where(there, dq * unit_scale, 0.0).to(dq_ptr.dtype.element_ty), mask=(t < T)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def key_gradient_kernel(
     do_ptr, lse_ptr, delta_ptr, q_ptr, k_ptr, v_ptr, dk_ptr, dv_ptr, length_ptr, T, H, G, scale, unit_scale,
     q_batch, q_step, q_head, k_batch, k_step, k_head, v_batch, v_step, v_head,

@@ -5,7 +5,7 @@
 
 cuBLAS chooses tiles and splits of the sum by M, so the base's output for one adapter changes with who else is in the pack. Here one program
 owns a tile of outputs and walks the whole sum in ascending steps; tile sizes follow from the weight's shape and dtype alone, there is no
-split and no atomic, and rows of a tile never meet. So packed rows equal separate rows, bit for bit, on one GPU model with one compiler.
+split and no atomic, and rows of a tile never meet; one compiled kernel serves every M. So packed rows equal separate rows, bit for bit, on one GPU model with one compiler.
 
 Legend: M rows, K inputs, N outputs. bf16 (or fp16) operands with float32 sums, one rounding; float32 operands with fused multiply-adds in
 float32 (no TF32), which is slow and for comparing. Operands enter by the bulk copy engine (TMA), which fills what lies outside with zeros; a
@@ -78,7 +78,7 @@ def fixed_dgrad_ref(dy_MN: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
 # ---- kernel --------------------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_kernel(
     a_desc, b_desc, bias_ptr, out_ptr, M, S, C,
     ALONG: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -188,7 +189,7 @@ def adamw_step_ref(state: AdamState) -> None:
             total = torch.zeros((), dtype=torch.float64, device="cpu")
             for g in state.slot_views(slot, "grad"):
                 total = total + g.double().square().sum()
-            norm = total.float().sqrt() / divisor
+            norm = _sqrt(total.float()) / divisor
             ratio = clip / (norm + _NORM_EPS)
             free = torch.ones_like(ratio)
             state.norms[slot] = norm
@@ -203,10 +204,15 @@ def update_ref(state: AdamState, slot: int) -> None:
         scaled = g * state.factors[slot]
         m.copy_(m + (scaled - m) * (1.0 - BETAS[0]))
         v.copy_(v * BETAS[1] + (scaled * scaled) * (1.0 - BETAS[1]))
-        denominator = v.sqrt() / root2 + EPS
+        denominator = _sqrt(v) / root2 + EPS
         p.copy_(p * keep - rate * (m / denominator))
         copy.copy_(p)
         g.zero_()
+
+
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    """numpy's square root is the hardware's, which rounds correctly; torch's on a CPU need not."""
+    return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------------------
