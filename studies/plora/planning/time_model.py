@@ -27,6 +27,7 @@ from suite.stats import Interval, bootstrap_interval
 __all__ = ["StepTable", "StepTime", "TimeModel", "canonical", "errors", "features", "fit", "mape"]
 
 COEFFICIENTS = 5
+ROUNDS = 20  # of finding out which points the line explains
 FEWEST_POINTS = COEFFICIENTS + 1
 AT_THE_FLOOR = 1.05  # a step of less than this many floors is said to be at it: the line explains the others
 
@@ -149,14 +150,26 @@ def _floored(points: Sequence[StepTime], lowest: int) -> TimeModel:
 
 
 def _line(points: Sequence[StepTime], floor_s: float) -> TimeModel:
-    """The line through the points above the floor; all of them where fewer than the coefficients are."""
+    """Least squares of max(floor, line): the line over the points that it puts above the floor, from those that were measured above it, until they are the
+    same; the best of all on the way.
+    """
+    explained, tried = [p.seconds > AT_THE_FLOOR * floor_s for p in points], []
+    for _ in range(ROUNDS):
+        used = [p for p, above in zip(points, explained, strict=True) if above]
+        tried.append(_least_squares(used if len(used) >= COEFFICIENTS else points, floor_s))
+        above = [float(features(p.shape) @ tried[-1].coefficients) > floor_s for p in points]
+        if above == explained:
+            break
+        explained = above
+    return min(tried, key=lambda model: float(np.sum(errors(model, points) ** 2)))
+
+
+def _least_squares(points: Sequence[StepTime], floor_s: float) -> TimeModel:
     from scipy.optimize import nnls
 
-    above = [p for p in points if p.seconds > AT_THE_FLOOR * floor_s]
-    used = above if len(above) >= COEFFICIENTS else points
-    relative = np.array([features(p.shape) / p.seconds for p in used])
+    relative = np.array([features(p.shape) / p.seconds for p in points])
     scale = relative.max(axis=0)  # columns of one size: 1 beside tokens times positions
-    found, _ = nnls(relative / scale, np.ones(len(used)))
+    found, _ = nnls(relative / scale, np.ones(len(points)))
     fixed, token, rank, position, slot = (float(x) for x in found / scale)
     return TimeModel(fixed_s=fixed, token_s=token, token_rank_s=rank, token_position_s=position, slot_s=slot, floor_s=floor_s)
 
