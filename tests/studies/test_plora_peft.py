@@ -16,7 +16,7 @@ from studies.plora.adapter import MODULES, AdapterConfig, PackShape, SlotShape
 from studies.plora.data import synthetic
 from studies.plora.engine import Base, EnginePack, export_adapter, import_adapter
 from studies.plora.engine.decoder import hidden
-from studies.plora.engine.operators import SlotBySlot
+from studies.plora.engine.reference import SlotBySlot
 
 transformers = pytest.importorskip("transformers", reason="needs transformers")
 peft = pytest.importorskip("peft", reason="needs peft")

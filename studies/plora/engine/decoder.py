@@ -11,13 +11,13 @@ from __future__ import annotations
 import torch
 
 from studies.plora.adapter import MODULES
-from studies.plora.engine.base import Base
-from studies.plora.engine.operators import Frame, Operators
+from studies.plora.engine.base import Base, Layer
+from studies.plora.engine.operators import Adapted, Frame, Operators
 from studies.plora.engine.sites import Factor
 
 __all__ = ["answer_rows", "hidden"]
 
-Q, K, V, O, GATE, UP, DOWN = MODULES
+QKV, O, GATE_UP, DOWN = MODULES[:3], MODULES[3:4], MODULES[4:6], MODULES[6:]  # linears of one row read the same input
 
 
 def hidden(
@@ -25,19 +25,19 @@ def hidden(
 ) -> torch.Tensor:
     """h_MK. With gradients enabled, its backward adds to the gradients of all factors."""
     config, bounds, eps = base.config, frame.bounds, base.config.rms_eps
-    h = base.embed_VK[ids_BT.flatten()].requires_grad_(torch.is_grad_enabled())  # a leaf: nothing below it learns
+    h, delta = base.embed_VK[ids_BT.flatten()], None
     for i, layer in enumerate(base.layers):
-        at = {module: i * len(MODULES) + m for m, module in enumerate(MODULES)}
 
-        def linear(x: torch.Tensor, module: str, layer=layer, at=at) -> torch.Tensor:
-            return ops.linear(x, layer.linears[module], factors[at[module]], frame, at[module])
+        def linears(x: torch.Tensor, modules: tuple[str, ...], i: int = i, layer: Layer = layer) -> tuple[torch.Tensor, ...]:
+            numbers = [i * len(MODULES) + MODULES.index(m) for m in modules]
+            sites = [Adapted(frozen=layer.linears[m], a=factors[n][0], b=factors[n][1], site=n) for m, n in zip(modules, numbers, strict=True)]
+            return ops.linears(x, sites, frame)
 
-        x = ops.norm(h, layer.input_norm_K, eps, bounds)
-        o = ops.attention(linear(x, Q), linear(x, K), linear(x, V), lengths_B, config, frame)
-        h = h + linear(o, O)
-        x = ops.norm(h, layer.post_norm_K, eps, bounds)
-        h = h + linear(ops.swiglu(linear(x, GATE), linear(x, UP), bounds), DOWN)
-    return h
+        h, x = ops.add_norm(h, delta, layer.input_norm_K, eps, bounds)
+        (delta,) = linears(ops.attention(*linears(x, QKV), lengths_B, config, frame), O)
+        h, x = ops.add_norm(h, delta, layer.post_norm_K, eps, bounds)
+        (delta,) = linears(ops.swiglu(*linears(x, GATE_UP), bounds), DOWN)
+    return h + delta
 
 
 def answer_rows(h_MK: torch.Tensor, places_BA: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from studies.plora.data.task import Examples
 from studies.plora.engine.base import Base
 from studies.plora.engine.decoder import answer_rows, hidden
 from studies.plora.engine.graph import Runner
-from studies.plora.engine.operators import Operators, frame_of
+from studies.plora.engine.operators import Frame, Operators
 from studies.plora.engine.rows import rows_of
 from studies.plora.engine.sites import Adapters
 
@@ -39,7 +39,7 @@ class Judge:
         self.rows = rows_of(examples, tokens=tokens, device=device)
         self.each = max(1, min(len(examples), TOKENS_A_SLOT // tokens))  # rows a slot and pass
         seg = Segments.of(rows=[self.each * tokens] * slots, ranks=adapters.state.ranks, scales=[0.0] * slots, device=device)
-        self.frame = frame_of(base.config, Segments(**{**seg.__dict__, "scales": scales}), tokens)
+        self.frame = Frame.of(base.config, Segments(**{**seg.__dict__, "scales": scales}), tokens)
         self.choices_C = None if examples.choices is None else torch.from_numpy(examples.choices).long().to(device)
         self.index_R = torch.full((self.each,), self.rows.idle, dtype=torch.int64, device=device)
         count = slots * self.each * self.rows.answers
@@ -53,11 +53,11 @@ class Judge:
         index_B = self.index_R.repeat(slots)
         h = hidden(self.base, self.adapters.factors, self.ops, self.rows.ids_NT[index_B], self.rows.lengths_N[index_B], self.frame)
         bounds = self.frame.answer_bounds(self.rows.answers)
-        x = self.ops.norm(answer_rows(h, self.rows.places_NA[index_B]), self.base.norm_K, self.base.config.rms_eps, bounds)
-        found = self.ops.head(x, self.base.head_VK, self.rows.targets_NA[index_B].flatten(), bounds, learn=False, choices_C=self.choices_C)
-        self.loss_A.copy_(found.loss_A)
-        if found.chosen_A is not None:
-            self.chosen_A.copy_(found.chosen_A)
+        _, x = self.ops.add_norm(answer_rows(h, self.rows.places_NA[index_B]), None, self.base.norm_K, self.base.config.rms_eps, bounds)
+        loss_A, _, chosen_A = self.ops.answers(x, self.base.head_VK, self.rows.targets_NA[index_B].flatten(), bounds, learn=False, choices_C=self.choices_C)
+        self.loss_A.copy_(loss_A)
+        if chosen_A is not None:
+            self.chosen_A.copy_(chosen_A)
 
     def capture(self) -> None:
         self.index_R.fill_(self.rows.idle)

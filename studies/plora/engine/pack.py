@@ -36,7 +36,7 @@ from studies.plora.engine.courses import Course, Plan, plan_steps
 from studies.plora.engine.decoder import answer_rows, hidden
 from studies.plora.engine.evaluation import Judge
 from studies.plora.engine.graph import Runner
-from studies.plora.engine.operators import frame_of, operators_for
+from studies.plora.engine.operators import Frame, operators_for
 from studies.plora.engine.rows import rows_of
 from studies.plora.engine.sites import Adapters
 from studies.plora.planning.memory import predict
@@ -69,7 +69,7 @@ class EnginePack:
         self._open_loss_S = torch.zeros(slots, dtype=torch.float32, device=device)  # sums of the batches that are not full
         self._loss_S = torch.full((slots,), torch.nan, dtype=torch.float32, device=device)
         # on the CPU dropout's products stand apart from the others': all slots take them, or a neighbour's dropout would move a last bit
-        self.frame = frame_of(base.config, self.seg, shape.tokens, self._streams if device.type == "cpu" else None)
+        self.frame = Frame.of(base.config, self.seg, shape.tokens, self._streams if device.type == "cpu" else None)
         self.ops = operators_for(base, path=path, deterministic=deterministic)
         self._courses: dict[int, Course] = {}
         self._lengths_N, self._answers_N = task.train.lengths, task.train.answer_tokens
@@ -176,10 +176,10 @@ class EnginePack:
         bounds = self.frame.answer_bounds(rows.answers)
         with torch.enable_grad():
             h = hidden(self.base, self.adapters.factors, self.ops, rows.ids_NT[index], rows.lengths_N[index], self.frame)
-            x = self.ops.norm(answer_rows(h, rows.places_NA[index]), self.base.norm_K, config.rms_eps, bounds)
-        found = self.ops.head(x.detach(), self.base.head_VK, rows.targets_NA[index].flatten(), bounds, learn=True, choices_C=None)
-        x.backward(found.dx_AK)
-        self._open_loss_S.add_(self.ops.sums(found.loss_A, bounds))
+            _, x = self.ops.add_norm(answer_rows(h, rows.places_NA[index]), None, self.base.norm_K, config.rms_eps, bounds)
+        loss_A, dx_AK, _ = self.ops.answers(x.detach(), self.base.head_VK, rows.targets_NA[index].flatten(), bounds)
+        x.backward(dx_AK)
+        self._open_loss_S.add_(self.ops.sums(loss_A, self.frame, rows.answers))
 
     def _optimize(self) -> None:
         """The step of every slot that is due by AdamState.settings; its loss becomes the mean over the batch's answer tokens."""
