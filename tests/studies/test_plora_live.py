@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from studies.plora.adapter import AdapterConfig, PackShape, SlotShape
+from studies.plora.adapter import AdapterConfig, Evaluation, PackShape, SlotShape
 from studies.plora.data.planted import synthetic
 from studies.plora.measures import grid as of_grid, makespan as of_makespan, quality as of_quality
 from studies.plora.measures.grid import configurations, grid, pack_times
@@ -199,6 +199,18 @@ def test_two_ranks_share_the_work_and_neither_gets_much_more():
     assert max(loads) - min(loads) <= 1.0  # list scheduling: no more than the longest job
 
 
+def test_a_makespan_of_two_ranks_is_the_slower_s_and_all_adapters_are_paired():
+    look = lambda x: Evaluation(tokens_seen=10, score=x, loss=0.0)  # noqa: E731
+    packed = [of_makespan.Arm(wall_s=5.0, built_s=1.0, tokens=60, scores={"a": look(0.5)}), of_makespan.Arm(wall_s=4.0, built_s=0.5, tokens=40, scores={"b": look(0.75), "c": look(math.nan)})]
+    alone = [of_makespan.Arm(wall_s=20.0, built_s=2.0, scores={"a": look(0.25)}), of_makespan.Arm(wall_s=18.0, built_s=10.0, scores={"b": look(0.75), "c": look(0.5)})]
+    result = of_makespan._compared(Context(device="cpu", world_size=2), packed, alone, [Replay()], "looped")
+    m = result.metrics
+    assert (m["makespan_s"], m["sequential_s"], m["speedup"], m["speedup_wall"], m["tokens_per_s"], m["gpus"]) == (5.0, 20.0, 18.0 / 4.0, 4.0, 20.0, 2.0)
+    assert (m["score_difference"], m["diverged"], m["adapters"]) == (0.125, 1.0, 3.0)  # of the pairs in which both are finite
+    with pytest.raises(AssertionError, match="the same adapters, got 3 and 1"):
+        of_makespan._compared(Context(device="cpu", world_size=2), packed, alone[:1], [Replay()], "looped")
+
+
 def test_configurations_are_the_paper_s_and_no_more_than_there_are():
     assert len(set(chosen(120, BUDGET, 0))) == 120 and len({(a.rank, a.batch) for a in chosen(60, BUDGET, 0)}) == 30
     with pytest.raises(ValueError, match="from 1 to 120 configurations can be taken, got count=121"):
@@ -281,7 +293,8 @@ def test_makespan_over_the_engine_trains_the_same_adapters_in_both_arms(tmp_path
     lines = result.records["adapters"]
     assert len(lines) == 4 and all(line["tokens"] == line["tokens_alone"] and line["score"] == line["alone"] for line in lines)
     assert result.metrics["score_difference"] == 0.0
-    assert result.metrics["speedup"] == pytest.approx(result.metrics["sequential_s"] / result.metrics["makespan_s"])
+    (ours,), (theirs,) = result.records["arms"]["packed"], result.records["arms"]["alone"]
+    assert ours["tokens"] == theirs["tokens"] and 0 < ours["built_s"] < ours["wall_s"] and 0 < theirs["built_s"] < theirs["wall_s"]
 
 
 def test_packed_adapters_have_the_bits_of_those_trained_alone(tmp_path):
@@ -295,6 +308,14 @@ def test_quality_learns_the_planted_task_and_shows_where_it_began(tmp_path):
     assert m["score_low"] <= m["score"] <= m["score_high"] and result.records["chosen"] == STRONG
     assert m["score"] > chance_bound(4, 40) > m["base_score"] and 0 < m["chance"] < 0.5
     assert [len(curve) for curve in result.records["quality"][0]["curves"]] in ([2, 2], [3, 3], [2, 3], [3, 2])
+
+
+def test_a_task_without_classes_is_judged_by_its_answer_loss(tmp_path):
+    result = quality(context(tmp_path), model="tiny", task={**PLANTED, "classes": 0}, tokens=16, adapters=[STRONG], seeds=2, budget_tokens=600, looks=1)
+    losses = [run[-1][2] for run in result.records["quality"][0]["curves"]]
+    scores = [run[-1][1] for run in result.records["quality"][0]["curves"]]
+    assert scores == [-loss for loss in losses] and math.isnan(result.metrics["chance"])
+    assert result.metrics["score"] > result.metrics["base_score"] + 1.0  # nats an answer token: eight answers of 256 tokens are soon told from the rest
 
 
 def test_the_winner_alone_is_the_winner_among_others(tmp_path):
