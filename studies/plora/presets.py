@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MODELS = ("0.5b", "3b", "7b")  # Qwen2.5's shapes with random weights and a vocabulary of 32k
 HEADLINE = {"tokens": 128, "batch": 1}  # the point of the claims about throughput
@@ -127,6 +127,77 @@ class PaperMakespan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Training:
+    """What real training reads: a model that learns, rows of a set (training, validation, test; None: all), positions of a row, tokens of a budget."""
+
+    model: str
+    task: str
+    rows: tuple[int | None, int | None, int | None]
+    tokens: int
+    budget_tokens: int
+    classes: int = 0  # of the synthetic task
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.budget_tokens, *(n for n in self.rows if n is not None)) < 1:
+            raise ValueError(f"a training has tokens, a budget and rows to look at, got {self}; mend it")
+
+    @property
+    def spec(self) -> dict:
+        return {"name": self.task, "rows": list(self.rows)} | ({"classes": self.classes} if self.classes else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Learning curves of every configuration under every seed, recorded once, and the step times that replays count with."""
+
+    training: Training
+    learning_rates: tuple[float, ...] = (5e-5, 1.5e-4, 4e-4, 1e-3, 2e-3, 5e-3)
+    ranks: tuple[int, ...] = (8, 16, 32, 64)
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    alpha_ratios: tuple[float, ...] = (1.0, 4.0)
+    seeds: int = 3
+    looks: int = 16
+    slots: int = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searches:
+    """Arms and samplers; each pair with `seeds` seeds. slots: of a packed arm, each as wide as the widest rank. published: on the grid that was recorded on a GPU."""
+
+    arms: tuple[tuple[str, str], ...]  # sampler, arm
+    trials: int
+    slots: int
+    seeds: int
+    looks: int = 16
+    shares: tuple[float, ...] = (0.125, 0.25, 0.5)
+    eta: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Makespan:
+    """The paper's configurations trained live, packed and alone, on `gpus` of one host."""
+
+    training: Training
+    tasks: tuple[str, ...] = ("banking77", "clinc150")
+    configurations: int = 120
+    slots: int = 40
+    chunk: int = 32
+    gpus: int = 1
+    replicates: int = 3
+    same: int = 8  # adapters that are trained again in deterministic mode, packed and alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Finished adapters on test rows, by seeds: several configurations, and the same ones by PEFT."""
+
+    training: Training
+    seeds: int = 5
+    peft: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """What is asked. None or empty: not asked."""
 
@@ -137,15 +208,32 @@ class Config:
     baselines: Baselines | None = None
     planning: tuple[Planning, ...] = ()
     makespan: PaperMakespan | None = None
+    exactness: str = ""  # the model whose bits are compared, packed and alone
+    grid: Grid | None = None
+    replays: Searches | None = None
+    live: tuple[tuple[Training, Searches], ...] = ()
+    makespans: tuple[Makespan, ...] = ()
+    quality: tuple[Quality, ...] = ()
+    pruners: bool = False  # what Optuna's own do to a pack
     seed: int = 0
 
 
+ARMS = ("sequential", "sequential+prune", "packed", "packed+prune", "packed+prune+refill")
+BANKING = Training(model="smollm2", task="banking77", rows=(None, 400, 1000), tokens=48, budget_tokens=60_000)
+TINY = Training(model="tiny", task="synthetic", rows=(256, 32, 64), tokens=12, budget_tokens=2_000, classes=4, device="cpu")
+REPLAYED = (*(("tpe", arm) for arm in ARMS), *(("random", arm) for arm in ARMS), ("gp", "sequential+prune"), ("gp", "packed+prune+refill"))
+PRUNED_TRIALS = 64  # of the searches behind a claim
+
+
 def smoke() -> Config:
-    return Config(planning=(Planning(model="tiny", timed=False, clusters=False),))
+    return Config(planning=(Planning(model="tiny", timed=False, clusters=False),), pruners=True)
 
 
 def cpu() -> Config:
-    return Config(planning=(Planning(model="3b", timed=False),))
+    grid = Grid(training=TINY, learning_rates=(1e-3, 4e-3, 1.6e-2, 6.4e-2), ranks=(4, 8), batches=(1, 4), alpha_ratios=(2.0,), seeds=2, looks=8, slots=8)
+    replays = Searches(arms=tuple((sampler, arm) for sampler in ("tpe", "random") for arm in ARMS), trials=12, slots=4, seeds=3, looks=8)
+    live = Searches(arms=(("tpe", "packed+prune+refill"), ("tpe", "sequential+prune")), trials=12, slots=4, seeds=1, looks=8)
+    return Config(planning=(Planning(model="3b", timed=False),), exactness="tiny", grid=grid, replays=replays, live=((TINY, live),), pruners=True)
 
 
 def gpu() -> Config:
@@ -154,9 +242,20 @@ def gpu() -> Config:
                Ladder(model="smollm2", k=64, saturated=32768, replicates=1), Ladder(model="7b", k=4, tokens=1024, saturated=8192, rungs=few, replicates=1))  # fmt: skip
     surfaces = (Surface(model="smollm2", most=32768, saturated=32768), Surface(model="0.5b", most=16384, saturated=32768), Surface(model="3b", most=8192, saturated=8192), Surface(model="7b", most=4096, saturated=8192))
     saturation = (Saturation(model="0.5b", k=64, singles=(8192, 16384, 32768)), Saturation(model="3b", k=64, singles=(4096, 8192)), Saturation(model="7b", k=64, singles=(4096, 8192)))
-    return Config(ladders=ladders, surfaces=surfaces, saturation=saturation, kernels=Kernels(), baselines=Baselines(),
-                  planning=(Planning(model="3b"), Planning(model="0.5b", regret=False, clusters=False), Planning(model="smollm2", regret=False, gaps=False, clusters=False, largest=None)), makespan=PaperMakespan())  # fmt: skip
+    planning = (Planning(model="3b"), Planning(model="0.5b", regret=False, clusters=False), Planning(model="smollm2", regret=False, gaps=False, clusters=False, largest=None))
+    live = (Searches(arms=(("tpe", "packed+prune+refill"),), trials=PRUNED_TRIALS, slots=16, seeds=5), Searches(arms=(("tpe", "sequential+prune"),), trials=PRUNED_TRIALS, slots=16, seeds=1))
+    sums = Training(model="smollm2", task="svamp", rows=(None, 200, None), tokens=128, budget_tokens=200_000)
+    return Config(
+        ladders=ladders, surfaces=surfaces, saturation=saturation, kernels=Kernels(), baselines=Baselines(), planning=planning, makespan=PaperMakespan(), exactness="smollm2", grid=Grid(training=BANKING),
+        replays=Searches(arms=REPLAYED, trials=PRUNED_TRIALS, slots=16, seeds=5), live=tuple((BANKING, s) for s in live), makespans=(Makespan(training=live_makespan()),),
+        quality=(Quality(training=BANKING), Quality(training=replace(BANKING, task="clinc150")), Quality(training=sums, peft=False)), pruners=True,
+    )  # fmt: skip
 
 
 def gpu2() -> Config:
-    return Config()
+    return Config(makespans=(Makespan(training=live_makespan(), gpus=2, same=0),))
+
+
+def live_makespan() -> Training:
+    """Budgets that let 120 adapters, one after another, end in minutes."""
+    return replace(BANKING, rows=(None, 200, 500), budget_tokens=20_000)

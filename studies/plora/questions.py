@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from studies.plora.presets import HEADLINE, Baselines, Config, Kernels, Ladder, PaperMakespan, Planning, Saturation, Surface, answers
+from studies.plora.presets import HEADLINE, Baselines, Config, Grid, Kernels, Ladder, Makespan, PaperMakespan, Planning, Quality, Saturation, Searches, Surface, Training, answers
 from suite.cell import Cell, Needs
 from suite.identity import ROOT, module_path
 
@@ -21,6 +21,8 @@ STUDY, HERE = "plora", "studies.plora"
 CONTEST = {"rounds": 5, "launches": 2, "warmup_s": 1.0}
 REAL_TOKENS = {"gsm8k": 190.4, "mrpc": 65.8}  # mean of studies.plora.data.lengths, which a test holds these to
 PADDED_TOKENS = {"gsm8k": 512, "mrpc": 128}  # 5 of 7,473 rows and 1 of 4,076 are longer
+MODEL_ASSETS = ("smollm2-135m-instruct", "smollm2-135m-instruct-bf16")
+TASK_ASSETS = {"banking77": ("banking77-train", "banking77-test"), "clinc150": ("clinc150",), "svamp": ("mawps-asdiv", "svamp")}  # of studies.plora.data.sets, which imports torch
 STEP_ANSWERS = 16  # answer tokens of every composition of a table, whatever its length: a cost model has no term for them
 
 
@@ -33,6 +35,14 @@ def questions(config: Config) -> list[Cell]:
     out += _baselines(config.baselines) if config.baselines else []
     out += [cell for p in config.planning for cell in _planning(p)]
     out += _makespans(config.makespan) if config.makespan else []
+    out += _exactness(config.exactness) if config.exactness else []
+    recorded = _grid(config.grid) if config.grid else {}
+    out += recorded.values()
+    out += _replays(config.replays, config.grid, recorded) if config.replays and config.grid else []
+    out += [cell for training, s in config.live for cell in _live(training, s)]
+    out += [cell for m in config.makespans for cell in _live_makespan(m)]
+    out += [cell for q in config.quality for cell in _quality(q)]
+    out += [_pruners()] if config.pruners else []
     return [c for c in map(_with_what_is_here, out) if _is_here(c)]
 
 
@@ -123,8 +133,8 @@ def _planning(p: Planning) -> list[Cell]:
         if p.regret:
             table = step_times(p.model, [shape_json(x) for x in to_time(asked, _bytes_of(p.model))], f"time steps {p.model} plans")
             out += [table, _plan("regret", problems, f"planners' regret {p.model}", times=table, **known)]
-    out += [_plan("gaps", problems, f"planners' gaps {p.model}", **known)] if p.gaps else []
-    return out + ([_plan("clusters", at, f"clusters {p.model}", **known)] if p.clusters else [])
+    out += [_plan("gaps", problems, f"planners' gaps {'' if p.timed else 'by assumed times '}{p.model}", **known)] if p.gaps else []
+    return out + ([_plan("clusters", at, f"clusters {'' if p.timed else 'by assumed times '}{p.model}", **known)] if p.clusters else [])
 
 
 def _makespans(m: PaperMakespan) -> list[Cell]:
@@ -175,6 +185,92 @@ def _bytes_of(model: str) -> Callable:
     from studies.plora.planning.memory import predict
 
     return lambda shape: predict(SHAPES[model], shape, answer_tokens=STEP_ANSWERS).total
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------------
+
+
+def _exactness(model: str) -> list[Cell]:
+    """Bits of adapters packed and alone, with neighbours that move, fail or are replaced; and what another padding changes without deterministic mode."""
+    device = "cpu" if model == "tiny" else "cuda"
+    return [_trains(f"measures.exactness:{name}", {"model": model}, f"exactness {name.replace('_', ' ')} {model}", device) for name in ("packed_equals_separate", "isolation", "noise_floor")]
+
+
+def _grid(g: Grid) -> dict[str, Cell]:
+    """The recorded curves, and the step times that replays count with: packs of the widest slots by live adapters, single ones by rank and rows."""
+    t = g.training
+    at = {"model": t.model, "task": t.spec, "tokens": t.tokens}
+    axes = {"learning_rates": list(g.learning_rates), "ranks": list(g.ranks), "batches": list(g.batches), "alpha_ratios": list(g.alpha_ratios), "seeds": g.seeds}
+    curves = _trains("cells.training:grid", at | axes | {"budget_tokens": t.budget_tokens, "looks": g.looks, "slots": g.slots}, f"record grid {t.model} {t.task}", t.device, time_limit_s=7200)
+    packs = [[[max(g.ranks), 1]] * k for k in (1, 2, 4, 8, 12, 16)] + [[[r, b]] for r in g.ranks for b in g.batches if [r, b] != [max(g.ranks), 1]]
+    times = _trains("cells.training:pack_times", at | {"packs": packs, "micro_steps": 16, "repeats": 5}, f"record step times {t.model} {t.task}", t.device, exclusive=True)
+    return {"grid": curves, "times": times}
+
+
+def _replays(s: Searches, g: Grid, recorded: dict[str, Cell]) -> list[Cell]:
+    params = {"trials": s.trials, "slots": [max(g.ranks)] * s.slots, "looks": s.looks, "shares": list(s.shares), "eta": s.eta}
+    return [
+        Cell(study=STUDY, measure=f"{HERE}.cells.search:replayed", params={"sampler": sampler, "arm": arm, **params}, seed=seed, inputs=recorded, label=f"replay {sampler} {arm} seed {seed}",
+             needs=Needs(memory_gib=1, packages=("optuna",)))
+        for seed in range(1, s.seeds + 1) for sampler, arm in s.arms
+    ]  # fmt: skip
+
+
+def _live(t: Training, s: Searches) -> list[Cell]:
+    widest = 64 if t.model != "tiny" else 8
+    space = {"learning_rate": {"low": 5e-5, "high": 5e-3, "log": True} if t.model != "tiny" else {"low": 1e-3, "high": 6.4e-2, "log": True},
+             "rank": [8, 16, 32, 64] if t.model != "tiny" else [4, 8], "batch": [1, 2, 4, 8] if t.model != "tiny" else [1, 4], "alpha_ratio": [1.0, 4.0] if t.model != "tiny" else 2.0}  # fmt: skip
+    params = {"model": t.model, "task": t.spec, "tokens": t.tokens, "space": space, "budget_tokens": t.budget_tokens, "trials": s.trials, "slots": [widest] * s.slots, "looks": s.looks,
+              "shares": list(s.shares), "eta": s.eta}  # fmt: skip
+    out = []
+    for seed in range(1, s.seeds + 1):
+        for sampler, arm in s.arms:
+            found = _trains("cells.search:live", params | {"sampler": sampler, "arm": arm}, f"search {t.model} {t.task} {sampler} {arm} seed {seed}", t.device, seed=seed, packages=("optuna",), time_limit_s=7200, exclusive=t.device == "cuda")
+            out.append(found)
+            if seed == 1 and arm.endswith("refill"):
+                at = {"model": t.model, "task": t.spec, "tokens": t.tokens, "adapter": None, "seeds": 3, "neighbours": 15 if t.model != "tiny" else 3}
+                out.append(_trains("cells.training:winner", at, f"winner alone {t.model} {t.task}", t.device, inputs={"search": found}))
+    return out
+
+
+def _live_makespan(m: Makespan) -> list[Cell]:
+    t = m.training
+    tasks = [t.spec | {"name": name} for name in m.tasks]
+    params = {"model": t.model, "tasks": tasks, "tokens": t.tokens, "configurations": m.configurations, "budget_tokens": t.budget_tokens, "slots": m.slots, "chunk": m.chunk, "single_paths": ["looped", "triton"]}
+    several = {"gpus": m.gpus, "ranks": m.gpus} if m.gpus > 1 else {}
+    out = [_trains("cells.training:makespan_live", params, f"makespan live {m.gpus} GPU #{i}", t.device, replicate=i, seed=i, exclusive=True, assets=_assets(*m.tasks), **several) for i in range(m.replicates)]
+    same = {"model": t.model, "task": tasks[0], "tokens": t.tokens, "configurations": m.same, "budget_tokens": 4_000}
+    return out + ([_trains("cells.training:same_adapters", same, f"same adapters {t.model}", t.device)] if m.same else [])
+
+
+def _quality(q: Quality) -> list[Cell]:
+    t = q.training
+    at = {"model": t.model, "task": t.spec, "tokens": t.tokens, "seeds": q.seeds, "budget_tokens": t.budget_tokens}
+    adapters = [{"rank": r, "alpha": 2.0 * r, "learning_rate": rate, "batch": b} for r, b in ((8, 1), (16, 4), (64, 4)) for rate in (4e-4, 1e-3, 2e-3)]
+    out = [_trains("cells.training:quality", at | {"adapters": adapters, "looks": 8}, f"quality {t.model} {t.task}", t.device)]
+    peft = {"adapter": {"rank": 16, "alpha": 32.0, "learning_rate": 1e-3, "batch": 4}}
+    return out + ([_trains("cells.training:against_peft", at | peft, f"quality against PEFT {t.model} {t.task}", t.device, packages=("transformers", "peft"))] if q.peft else [])
+
+
+def _pruners() -> Cell:
+    return Cell(study=STUDY, measure=f"{HERE}.cells.search:pruners", params={"trials": 8, "steps": 16}, label="pruners on a pack in lock-step", needs=Needs(memory_gib=1, packages=("optuna",)))
+
+
+def _assets(*tasks: str) -> tuple[str, ...]:
+    return tuple(a for t in tasks for a in TASK_ASSETS.get(t, ()))
+
+
+def _trains(
+    measure: str, params: dict[str, Any], label: str, device: str, *, seed: int = 0, replicate: int = 0, inputs: dict[str, Cell] | None = None, assets: tuple[str, ...] = (), time_limit_s: float = 1800,
+    **needs: Any,
+) -> Cell:  # fmt: skip
+    """A cell that trains; its assets are those of its task."""
+    if "task" in params:
+        assets = _assets(params["task"]["name"])
+    if params["model"] == "smollm2":
+        assets = (*assets, *MODEL_ASSETS)
+    return Cell(study=STUDY, measure=f"{HERE}.{measure}", params=params, seed=seed, replicate=replicate, inputs=inputs or {}, assets=assets, label=label,
+                needs=Needs(device=device, memory_gib=2, time_limit_s=time_limit_s, **needs))  # fmt: skip
 
 
 # ---- cells ---------------------------------------------------------------------------------------------------------------------

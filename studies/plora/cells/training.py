@@ -3,10 +3,14 @@
 from studies.plora.declared import kept
 from studies.plora.measures import grid as of_grid
 from studies.plora.measures import makespan as of_makespan
+from studies.plora.measures import quality as of_quality
 
-__all__ = ["grid", "makespan_live", "pack_times", "same_adapters"]
+__all__ = ["against_peft", "grid", "makespan_live", "pack_times", "quality", "same_adapters", "winner"]
 
-grid = kept(of_grid.grid, "best_score", "device_s", "tokens_per_s", "diverged")
+grid = kept(of_grid.grid, "best_score", "device_s", "tokens_per_s")
 pack_times = kept(of_grid.pack_times)
-makespan_live = kept(of_makespan.makespan, "makespan_s", "gpus", "tokens_per_s", "diverged", makespan_speedup="speedup", makespan_speedup_built="speedup_built")
+makespan_live = kept(of_makespan.makespan, "makespan_s", "gpus", "tokens_per_s", makespan_speedup="speedup")
 same_adapters = kept(of_makespan.same_adapters, "equal_share")
+quality = kept(of_quality.quality, test_score="score")
+winner = kept(of_quality.winner, test_score="alone_score")
+against_peft = kept(of_quality.against_peft, test_score="score")
