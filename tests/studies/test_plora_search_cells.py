@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from studies.plora.measures.pruners import pruners
 from studies.plora.measures.search import live, replayed, space_from
@@ -97,7 +98,7 @@ def test_a_replayed_search_that_pauses_gives_the_result_of_an_unbroken_one(tmp_p
             break
         except Pause:
             pauses += 1
-    assert pauses > 10 and result.metrics == expected.metrics and result.records == expected.records
+    assert pauses > 5 and result.metrics == expected.metrics and result.records == expected.records
 
 
 @pytest.mark.parametrize(("change", "rule"), [({"arm": "all"}, "an arm is one of"), ({"looks": 3}, "more often than it has rungs"), ({"slots": [64] * 9}, "a full pack of the same rows and rank was timed")])
@@ -147,25 +148,31 @@ def test_a_live_search_trains_prunes_and_tests_its_winner_alone(tmp_path, inputs
 
 
 def test_a_live_search_whose_worker_is_killed_ends_as_an_unbroken_one(tmp_path, monkeypatch):
-    """SIGKILL of a real worker in the midst of its cell; the same job again in another worker."""
+    """SIGKILL of a real worker in the midst of its cell; the same job again in another worker. One thread: two that wait for each other on a busy machine take minutes."""
     monkeypatch.setenv("SUITE_LOCK_DIR", str(tmp_path / "locks"))
-    found = {}
-    with LocalExecutor(jobs=1, cores=1) as executor:  # one thread: two that wait for each other on a busy machine take minutes
-        for name in ("unbroken", "killed"):
-            search = replace(job(tmp_path / name, "answer"), **_job(tmp_path / name))
-            executor.start(search)
-            if name == "killed":
-                _wait_for_events(search, KILL_AFTER)
-                os.kill(executor._slots[0].process.pid, signal.SIGKILL)
-                assert _done(executor).status == "DIED"
-                executor.start(search)
-            done = _done(executor)
-            assert done.status == "OK", read_bundle(Path(done.path)).data["error"]
-            (log,) = search.state_dir.glob("*.events")
-            events = [json.loads(line) for line in log.read_text().splitlines()]
-            bundle = read_bundle(Path(done.path))
-            found[name] = [{k: v for k, v in e.items() if k != "seconds"} for e in events], load_record(bundle.path, "adapters"), bundle.metrics["winner_score"]
-    assert found["killed"] == found["unbroken"]  # to the last bit of every loss: weights, moments and data order came back
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        unbroken = live(context(tmp_path / "unbroken", {}), **LIVE)
+    finally:
+        torch.set_num_threads(threads)
+    search = replace(job(tmp_path, "answer"), **_job(tmp_path))
+    with LocalExecutor(jobs=1, cores=1) as executor:
+        executor.start(search)
+        _wait_for_events(search, KILL_AFTER)
+        os.kill(executor._slots[0].process.pid, signal.SIGKILL)
+        assert _done(executor).status == "DIED"
+        executor.start(search)
+        done = _done(executor)
+    bundle = read_bundle(Path(done.path))
+    assert done.status == "OK", bundle.data["error"]
+    assert _events(search.state_dir) == _events(tmp_path / "unbroken")  # to the last bit of every loss: weights, moments and data order came back
+    assert load_record(bundle.path, "adapters") == unbroken.records["adapters"] and bundle.metrics["winner_score"] == unbroken.metrics["winner_score"]
+
+
+def _events(state_dir):
+    (log,) = state_dir.glob("*.events")
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in log.read_text().splitlines()]
 
 
 def _job(home):

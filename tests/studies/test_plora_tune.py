@@ -30,11 +30,11 @@ def no_storage_from_outside(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model():
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    transformers = pytest.importorskip("transformers", reason="the user's model is a test dependency")
 
     torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True)
-    return Qwen2ForCausalLM(config).eval()
+    config = transformers.Qwen2Config(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True)
+    return transformers.Qwen2ForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_an_interrupted_tuning_goes_on_and_finds_what_an_unbroken_one_finds(tune
 
 
 def test_the_best_adapter_loads_with_peft_and_scores_what_was_found(tuned, model, task):
-    from peft import PeftModel
+    PeftModel = pytest.importorskip("peft", reason="PEFT is a test dependency").PeftModel
 
     wrapped = PeftModel.from_pretrained(model, str(tuned.folder(tuned.best.number))).eval()
     right = 0
