@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from studies.plora.adapter import AdapterConfig, PackShape, SlotShape
+from studies.plora.adapter import PackShape, SlotShape
 from studies.plora.data import synthetic
 from studies.plora.engine import SHAPES, Base, EnginePack
+from tests.studies.plora_packs import MIX, SLOTS, Maker, adapter, same
 
-TOKENS = 24
 CHANCE, LEARNT = 1 / 8, 0.9
 
 
@@ -31,46 +31,16 @@ def base():
 
 @pytest.fixture(scope="module")
 def task():
-    return synthetic(vocabulary=512, classes=8, seed=0)
+    return synthetic(vocabulary=512, classes=8, seed=0, rows=(256, 32, 8))
 
 
-def adapter(**changes) -> AdapterConfig:
-    return AdapterConfig(**{"rank": 8, "alpha": 16.0, "learning_rate": 1e-2, "batch": 4, "budget_tokens": 6000, "seed": 1, **changes})
+@pytest.fixture(scope="module")
+def maker(base, task):
+    return Maker(base, task)
 
 
-# mixed ranks (one below its capacity), batches above, at and beside the slot's rows, own seeds, decay, schedule, dropout
-MIX = {
-    0: adapter(rank=5, weight_decay=0.1),
-    1: adapter(rank=16, batch=2, seed=2**64 - 2, learning_rate=3e-3, schedule="cosine", dropout=0.25),
-    2: adapter(rank=30, batch=8, seed=3, alpha=7.0, clip=float("inf")),
-    3: adapter(rank=16, batch=3, seed=4, schedule="constant", warmup=0.0, clip=0.05),
-}
-SLOTS = (SlotShape(rank=16, rows=2), SlotShape(rank=16), SlotShape(rank=64, rows=3), SlotShape(rank=16, rows=4))
-
-
-def made(base, task, slots, adapters, micro_steps=0) -> EnginePack:
-    pack = EnginePack(base, PackShape(tokens=TOKENS, slots=slots), task)
-    for slot, config in adapters.items():
-        pack.admit(slot, config)
-    if micro_steps:
-        pack.advance(micro_steps)
-    return pack
-
-
-def alone(base, task, slot: SlotShape, config: AdapterConfig, micro_steps: int) -> EnginePack:
-    return made(base, task, (slot,), {0: config}, micro_steps)
-
-
-def same(pack: EnginePack, slot: int, other: EnginePack, there: int) -> bool:
-    """Weights, losses, steps and evaluation, bit for bit."""
-    mine, theirs = pack.weights(slot), other.weights(there)
-    return mine.keys() == theirs.keys() and all(np.array_equal(mine[n], theirs[n]) for n in mine) and (
-        pack.live()[slot] == other.live()[there] and pack.evaluate()[0][slot] == other.evaluate()[0][there]
-    )  # fmt: skip
-
-
-def test_adapters_of_a_pack_learn_each_from_its_own_rate(base, task):
-    pack = made(base, task, (SlotShape(rank=16, rows=4),) * 2, {0: adapter(batch=4, budget_tokens=8000), 1: adapter(batch=4, learning_rate=1e-6, budget_tokens=8000)})
+def test_adapters_of_a_pack_learn_each_from_its_own_rate(maker):
+    pack = maker.pack((SlotShape(rank=16, rows=4),) * 2, {0: adapter(batch=4, budget_tokens=6000), 1: adapter(batch=4, learning_rate=1e-6, budget_tokens=6000)})
     before, _ = pack.evaluate()
     while not all(p.done for p in pack.live().values()):
         assert pack.advance(100) > 0
@@ -81,86 +51,86 @@ def test_adapters_of_a_pack_learn_each_from_its_own_rate(base, task):
     assert pack.advance(5) == 0.0, "adapters at their budgets idle"
 
 
-def test_packed_adapters_equal_separate_ones(base, task):
-    pack = made(base, task, SLOTS, MIX, 12)
+def test_packed_adapters_equal_separate_ones(maker):
+    pack = maker.pack(SLOTS, MIX, 9)
     for slot, config in MIX.items():
-        assert same(pack, slot, alone(base, task, SLOTS[slot], config, 12), 0), f"slot {slot}"
+        assert same(pack, slot, maker.alone(SLOTS[slot], config, 9), 0), f"slot {slot}"
 
 
-def test_permuted_slots_change_nothing(base, task):
+def test_permuted_slots_change_nothing(maker):
     order = (2, 0, 3, 1)
-    pack, other = made(base, task, SLOTS, MIX, 10), made(base, task, tuple(SLOTS[i] for i in order), {new: MIX[old] for new, old in enumerate(order)}, 10)
+    pack, other = maker.pack(SLOTS, MIX, 8), maker.pack(tuple(SLOTS[i] for i in order), {new: MIX[old] for new, old in enumerate(order)}, 8)
     for new, old in enumerate(order):
         assert same(pack, old, other, new)
 
 
-def test_a_neighbour_that_is_not_finite_changes_nothing(base, task):
-    pack = made(base, task, SLOTS, MIX)
+def test_a_neighbour_that_is_not_finite_changes_nothing(maker):
+    pack = maker.pack(SLOTS, MIX)
     for name in ("master", "compute"):
         for view in pack.adapters.state.slot_views(1, name)[:4]:
             view[0, 0] = float("nan")
-    pack.advance(10)
+    pack.advance(8)
     assert np.isnan(pack.live()[1].loss) and np.isnan(pack.evaluate()[0][1].loss)
     for slot in (0, 2, 3):
-        assert same(pack, slot, alone(base, task, SLOTS[slot], MIX[slot], 10), 0)
+        assert same(pack, slot, maker.alone(SLOTS[slot], MIX[slot], 8), 0)
 
 
-def test_a_neighbour_that_is_pruned_and_refilled_changes_nothing_and_starts_fresh(base, task):
-    pack = made(base, task, SLOTS, MIX, 7)
+def test_a_neighbour_that_is_pruned_and_refilled_changes_nothing_and_starts_fresh(maker):
+    pack = maker.pack(SLOTS, MIX, 5)
     pack.release(2)
     pack.admit(2, adapter(rank=64, seed=9, batch=1))
-    pack.advance(8)
+    pack.advance(5)
     for slot in (0, 1, 3):
-        assert same(pack, slot, alone(base, task, SLOTS[slot], MIX[slot], 15), 0)
-    assert same(pack, 2, alone(base, task, SLOTS[2], adapter(rank=64, seed=9, batch=1), 8), 0)
+        assert same(pack, slot, maker.alone(SLOTS[slot], MIX[slot], 10), 0)
+    assert same(pack, 2, maker.alone(SLOTS[2], adapter(rank=64, seed=9, batch=1), 5), 0)
     weights = pack.release(1)
     assert all(np.isfinite(x).all() for x in weights.values())
     for name in ("master", "compute", "grad", "m", "v"):
         assert not pack.adapters.state.read(1, name).any() if name != "compute" else not any(v.any() for v in pack.adapters.state.slot_views(1, name))
 
 
-def test_dropout_changes_training_and_not_evaluation(base, task):
+def test_dropout_changes_training_and_not_evaluation(maker, base):
     """The first losses differ, and what is judged is the whole adapter: before training its loss is the base's."""
-    plain, dropped = (alone(base, task, SlotShape(rank=16, rows=4), adapter(dropout=p, warmup=0.0), 3) for p in (0.0, 0.5))
+    plain, dropped = (maker.alone(SlotShape(rank=16, rows=4), adapter(dropout=p, warmup=0.0), 3) for p in (0.0, 0.5))
     assert not same(plain, 0, dropped, 0) and np.isfinite(dropped.live()[0].loss)
-    untrained = [alone(base, task, SlotShape(rank=16), adapter(dropout=p), 0).evaluate()[0][0] for p in (0.0, 0.5)]
+    untrained = [maker.alone(SlotShape(rank=16), adapter(dropout=p), 0).evaluate()[0][0] for p in (0.0, 0.5)]
     assert untrained[0] == untrained[1]
 
 
-def test_how_advance_is_cut_changes_nothing(base, task):
-    pack, other = made(base, task, SLOTS, MIX, 12), made(base, task, SLOTS, MIX)
-    for n in (1, 5, 4, 2):
+def test_how_advance_is_cut_changes_nothing(maker):
+    pack, other = maker.pack(SLOTS, MIX, 9), maker.pack(SLOTS, MIX)
+    for n in (1, 5, 3):
         other.advance(n)
-        other.evaluate()
+        assert n == 3 or other.evaluate()
     assert all(same(pack, slot, other, slot) for slot in MIX)
 
 
 @pytest.mark.parametrize("cut", [3, 5])  # batches of 2, 3, 4 and 8 are open at some of these
-def test_a_restored_pack_goes_on_with_the_bits_of_one_that_was_never_broken(base, task, tmp_path, cut):
+def test_a_restored_pack_goes_on_with_the_bits_of_one_that_was_never_broken(maker, tmp_path, cut):
     from studies.plora.search.saved import load_state, save_state
 
-    pack = made(base, task, SLOTS, MIX, cut)
+    pack = maker.pack(SLOTS, MIX, cut)
     assert any(c.filled for c in pack._courses.values()), "no batch is open: the cut shows nothing"
     save_state(tmp_path / "pack.npz", pack.state())
-    other = made(base, task, SLOTS, {1: adapter(seed=77)}, 2)  # it has another past
+    other = maker.pack(SLOTS, {1: adapter(seed=77)}, 2)  # it has another past
     other.restore(load_state(tmp_path / "pack.npz"))
-    pack.advance(9)
-    other.advance(9)
+    pack.advance(6)
+    other.advance(6)
     assert all(same(pack, slot, other, slot) for slot in MIX)
 
 
-def test_accumulation_gives_the_gradient_of_the_batch(base, task):
+def test_accumulation_gives_the_gradient_of_the_batch(maker):
     """fp32 sums in another order: 2^-24 a rounding, a few hundred terms whose sum may cancel to a tenth."""
     gradients = []
     for rows in (1, 2, 3, 6):
-        pack = alone(base, task, SlotShape(rank=16, rows=rows), adapter(batch=7), 6 // rows)  # not full yet: 6 of 7 sequences
+        pack = maker.alone(SlotShape(rank=16, rows=rows), adapter(batch=7), 6 // rows)  # not full yet: 6 of 7 sequences
         assert pack._courses[0].filled == 6 and pack.live()[0].optimizer_steps == 0
         gradients.append(pack.adapters.state.read(0, "grad"))
     for other in gradients[1:]:
         assert (other - gradients[0]).norm() <= 300 * 10 * 2**-24 * gradients[0].norm() and gradients[0].norm() > 0
 
 
-def test_an_adapter_sees_every_row_once_an_epoch_in_an_order_of_its_own(base, task):
+def test_an_adapter_sees_every_row_once_an_epoch_in_an_order_of_its_own(task):
     from studies.plora.engine.courses import Course
 
     n = len(task.train)
@@ -172,9 +142,9 @@ def test_an_adapter_sees_every_row_once_an_epoch_in_an_order_of_its_own(base, ta
     assert np.array_equal(np.concatenate([again.next_rows(c) for c in (5, n, n - 5)]), np.concatenate(epochs[:2]))
 
 
-def test_tokens_count_without_padding_when_their_batch_is_full_and_training_ends_with_it(base, task):
+def test_tokens_count_without_padding_when_their_batch_is_full_and_training_ends_with_it(maker, task):
     config = adapter(batch=5, budget_tokens=100)
-    pack = alone(base, task, SlotShape(rank=16, rows=2), config, 2)
+    pack = maker.alone(SlotShape(rank=16, rows=2), config, 2)
     assert (pack.live()[0].tokens_seen, pack.live()[0].optimizer_steps) == (0, 0) and np.isnan(pack.live()[0].loss)
     pack.advance(50)
     found, passed = pack.live()[0], pack._courses[0].passed
@@ -187,17 +157,17 @@ def test_tokens_count_without_padding_when_their_batch_is_full_and_training_ends
 
 def test_answers_of_several_tokens_are_judged_by_their_mean_loss(base):
     task = synthetic(vocabulary=512, classes=0, seed=0)
-    pack = alone(base, task, SlotShape(rank=16, rows=4), adapter(batch=4), 60)
+    pack = Maker(base, task).alone(SlotShape(rank=16, rows=4), adapter(batch=4), 60)
     look = pack.evaluate()[0][0]
     assert look.score == -look.loss and look.loss < np.log(512)
 
 
-def test_what_does_not_fit_is_refused_with_the_reason(base, task):
-    pack = made(base, task, SLOTS, MIX)
+def test_what_does_not_fit_is_refused_with_the_reason(maker, base, task):
+    pack = maker.pack(SLOTS, MIX)
     for what, reason in (
         (lambda: pack.admit(0, adapter()), "empty slot"),
         (lambda: pack.admit(4, adapter()), "empty slot"),
-        (lambda: made(base, task, (SlotShape(rank=16),), {0: adapter(rank=17)}), "slot holds ranks"),
+        (lambda: maker.pack((SlotShape(rank=16),), {0: adapter(rank=17)}), "slot holds ranks"),
         (lambda: EnginePack(base, PackShape(tokens=23, slots=SLOTS), task), "longest row"),
         (lambda: EnginePack(base, PackShape(tokens=4096, slots=SLOTS), task), "context"),
         (lambda: EnginePack(base, PackShape(tokens=24, slots=SLOTS), synthetic(vocabulary=600)), "vocabulary of 512"),
