@@ -30,6 +30,9 @@ from functools import cached_property
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from kernels.lora import backward, forward
+from kernels.lora.dropout import Dropout
+from kernels.lora.dropped import dropped, dropped_rows_ref
 from kernels.lora.segments import Segments
 
 __all__ = ["PATHS", "Path", "path_named"]
@@ -109,15 +112,13 @@ def _wide_product(a: torch.Tensor, b: torch.Tensor, product: Callable = torch.mm
     return product(a, b, out_dtype=torch.float32) if a.is_cuda else product(a.float(), b.float())
 
 
-def _dropped(x_MK: torch.Tensor, seg: Segments, dropout: object | None) -> torch.Tensor:
+def _dropped(x_MK: torch.Tensor, seg: Segments, dropout: Dropout | None) -> torch.Tensor:
     if dropout is None:
         return x_MK
-    from kernels.lora.dropout import dropped
-
-    return dropped(x_MK, seg, dropout)
+    return (dropped if x_MK.is_cuda else dropped_rows_ref)(x_MK, seg, dropout)
 
 
-def _add_to_x(dx_MK: torch.Tensor, added_MK: torch.Tensor, seg: Segments, dropout: object | None) -> None:
+def _add_to_x(dx_MK: torch.Tensor, added_MK: torch.Tensor, seg: Segments, dropout: Dropout | None) -> None:
     dx_MK.add_(_dropped(added_MK, seg, dropout))
 
 
@@ -341,6 +342,10 @@ PATHS = {
     "grouped": Path(
         name="grouped", shrink=_grouped_shrink, expand=_grouped_expand, grad_s=_grouped_grad_s,
         grad_b=_grouped_grad_b, grad_a=_grouped_grad_a, grad_x=_grouped_grad_x,
+    ),
+    "triton": Path(
+        name="triton", shrink=forward.shrink, expand=forward.expand, grad_s=backward.grad_s,
+        grad_b=backward.grad_b, grad_a=backward.grad_a, grad_x=backward.grad_x,
     ),
     "concatenated": Path(
         name="concatenated", shrink=_concatenated_shrink, expand=_concatenated_expand, grad_s=_concatenated_grad_s,
