@@ -79,12 +79,12 @@ def load_mawps_asdiv(*, cache_dir: _Cache = None) -> Rows:
 
 def load_gsm8k_train(*, cache_dir: _Cache = None) -> Rows:
     """7,473 of (question, worked answer that ends with "#### number")."""
+    return _read("gsm8k-train", cache_dir, _problems)
 
-    def parse(text: str) -> list[tuple[str, ...]]:
-        rows = [json.loads(line) for line in text.removesuffix("\n").split("\n")]
-        return [(row["question"], row["answer"]) for row in rows]
 
-    return _read("gsm8k-train", cache_dir, parse)
+def load_gsm8k_test(*, cache_dir: _Cache = None) -> Rows:
+    """1,319 of (question, worked answer), where the asset's own loader gives questions alone."""
+    return _read("gsm8k", cache_dir, _problems)
 
 
 def load_cola_train(*, cache_dir: _Cache = None) -> Rows:
@@ -112,9 +112,19 @@ def load_sst2_train(*, cache_dir: _Cache = None) -> Rows:
     return _read("sst2-train", cache_dir, lambda text: _tsv(text, 0, 1, width=2))
 
 
+def load_sst2_dev(*, cache_dir: _Cache = None) -> Rows:
+    """872 of (sentence, label), where the asset's own loader gives labels as numbers."""
+    return _read("sst2-dev", cache_dir, lambda text: _tsv(text, 0, 1, width=2))
+
+
 def load_sst2_test(*, cache_dir: _Cache = None) -> Rows:
     """1,821 of (sentence, label)."""
     return _read("sst2-test", cache_dir, lambda text: _tsv(text, 0, 1, width=2))
+
+
+def _problems(text: str) -> list[tuple[str, ...]]:
+    rows = [json.loads(line) for line in text.removesuffix("\n").split("\n")]
+    return [(row["question"], row["answer"]) for row in rows]
 
 
 def _number(value: float | str) -> str:

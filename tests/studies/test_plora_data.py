@@ -8,6 +8,8 @@ exists too and says what they hold. Tolerances
 
 import hashlib
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -323,23 +325,41 @@ def test_a_file_without_its_rows_is_one_line_that_names_the_asset(name, content,
     assert "\n" not in str(error.value)
 
 
+def test_what_reads_the_sets_is_in_the_digest_of_the_cells_that_train_on_them(small_files):
+    """A worker refuses a cell that loads first-party code outside its digest."""
+    code = """
+import dataclasses, hashlib, sys
+from suite.identity import FIRST_PARTY, reached_modules
+from suite.assets import ASSETS
+from studies.plora.data import banking, sets
+for name, asset in list(ASSETS.items()):
+    if path := asset.sources[0].find():
+        ASSETS[name] = dataclasses.replace(asset, sha256=hashlib.sha256(path.read_bytes()).hexdigest(), size_bytes=path.stat().st_size)
+banking.VALIDATION_ROWS = 10
+for read in sets.SETS.values():
+    read(0)
+first = {n for n, m in sys.modules.items() if n.split(".")[0] in FIRST_PARTY and not (getattr(m, "__file__", "") or "").endswith("__init__.py")}
+print(sorted(first - reached_modules("studies.plora.measures.grid") - {"suite.identity"}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr[-400:]
+
+
 if here("smollm2-135m-instruct-bf16", *(name for names in SET_ASSETS.values() for name in names)):
 
-    REPEATS = {"banking77": 0, "clinc150": 1}
-    REAL = [  # rows of train, validation, test; classes; positions that take every row
-        ("banking77", (9233, 770, 3080), 77, 103),
-        ("clinc150", (15000, 3000, 4500), 150, 48),
-    ]
+    REPEATS = {"banking77": 0, "clinc150": 1}  # validation rows that are training rows too, class and all: the authors' own
+    REAL = [("banking77", (9233, 770, 3080), 77), ("clinc150", (15000, 3000, 4500), 150)]
 
-    @pytest.mark.parametrize(("name", "sizes", "classes", "longest"), REAL)
-    def test_a_real_set_has_its_rows_and_parts_that_share_none(name, sizes, classes, longest):
-        task = load_task(name, tokens=longest)
-        assert (tuple(len(p) for p in task.parts), task.classes, task.longest) == (sizes, classes, longest)
-        train = {row.tobytes() for row in task.train.ids}
-        shared = sum(row.tobytes() in train for row in task.validation.ids)
-        assert shared == REPEATS[name]  # the authors' own repeats of a query with its class
-        with pytest.raises(ValueError, match=f"the longest {longest}"):
-            load_task(name, tokens=longest - 1)
+    @pytest.mark.parametrize(("name", "sizes", "classes"), REAL)
+    def test_a_real_set_has_its_rows_and_parts_that_share_none(name, sizes, classes):
+        whole = SETS[name](0)
+        assert (tuple(len(p) for p in (whole.train, whole.validation, whole.test)), len(whole.classes)) == (sizes, classes)
+        assert len(set(whole.validation) & set(whole.train)) == REPEATS[name]
+        task = load_task(name, tokens=128, rows=(1000, 200, 200))
+        assert [len(p) for p in task.parts] == [1000, 200, 200] and task.classes == classes
+        assert 12 < task.train.lengths.mean() < 24  # tokens: a customer's question with its frame and answer
+        with pytest.raises(ValueError, match=f"the longest {task.train.lengths.max()}"):
+            load_task(name, tokens=int(task.train.lengths.max()) - 1, rows=(1000, 200, 200))
 
     def test_problems_are_judged_by_their_answers():
         tok_rows = (40, 20, 20)

@@ -9,7 +9,8 @@ import numpy as np
 
 from studies.plora.data.sources import Source, intent_prompt
 from studies.plora.data.split import held_out
-from suite.assets import get_asset, load as load_asset
+from suite.assets import get_asset
+from suite.assets.texts import load_banking77_test, load_banking77_train
 
 __all__ = ["read"]
 
@@ -18,7 +19,7 @@ VALIDATION_ROWS = 770
 
 def read(seed: int) -> Source:
     """Raises suite.assets.AssetError."""
-    rows, test = load_asset("banking77-train"), load_asset("banking77-test")
+    rows, test = load_banking77_train(), load_banking77_test()
     names = tuple(sorted({intent for _, intent in rows}))
     labels = np.array([names.index(intent) for _, intent in rows])
     train, validation = held_out(labels, VALIDATION_ROWS, seed=seed)

@@ -16,7 +16,8 @@ import numpy as np
 
 from studies.plora.data.sources import Source
 from studies.plora.data.split import held_out
-from suite.assets import get_asset, load as load_asset
+from suite.assets import get_asset
+from suite.assets.texts import load_cola_dev, load_cola_train, load_mrpc_test, load_mrpc_train, load_sst2_dev, load_sst2_test, load_sst2_train
 
 __all__ = ["read_cola", "read_mrpc", "read_sst2"]
 
@@ -25,19 +26,19 @@ VALIDATION_ROWS = 400
 
 def read_cola(seed: int) -> Source:
     """8,551 training rows, 400 of them held out; 527 test rows. Raises suite.assets.AssetError."""
-    return _held_out("cola", load_asset("cola-train"), load_asset("cola-dev"), seed,
+    return _held_out("cola", load_cola_train(), load_cola_dev(), seed,
                      lambda row: f"Sentence: {row[0]}\nIs this sentence acceptable English?")
 
 
 def read_mrpc(seed: int) -> Source:
     """4,076 training rows, 400 of them held out; 1,725 test rows. Raises suite.assets.AssetError."""
-    return _held_out("mrpc", load_asset("mrpc-train"), load_asset("mrpc-test"), seed,
+    return _held_out("mrpc", load_mrpc_train(), load_mrpc_test(), seed,
                      lambda row: f"First: {row[0]}\nSecond: {row[1]}\nDo both say the same?")
 
 
 def read_sst2(seed: int) -> Source:
     """6,920, 872 and 1,821 rows, the authors' split; `seed` changes nothing. Raises suite.assets.AssetError."""
-    train, validation, test = (_yes_no(load_asset(f"sst2-{part}"), lambda row: f"Review: {row[0]}\nIs it positive?") for part in ("train", "dev", "test"))
+    train, validation, test = (_yes_no(rows, lambda row: f"Review: {row[0]}\nIs it positive?") for rows in (load_sst2_train(), load_sst2_dev(), load_sst2_test()))
     return Source(name="sst2", citation=get_asset("sst2-train").citation, classes=("no", "yes"), train=train, validation=validation, test=test)
 
 

@@ -10,13 +10,12 @@ also selected, on MAWPS and ASDiv-A and tested on SVAMP's 1,000 problems, which 
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 
 from studies.plora.data.sources import Source
 from studies.plora.data.split import held_out
-from suite.assets import fetch, get_asset, load as load_asset
+from suite.assets import get_asset
+from suite.assets.texts import load_gsm8k_test, load_gsm8k_train, load_mawps_asdiv, load_svamp
 
 __all__ = ["read_gsm8k", "read_svamp"]
 
@@ -25,19 +24,13 @@ VALIDATION_ROWS = {"gsm8k": 500, "svamp": 300}
 
 def read_gsm8k(seed: int) -> Source:
     """7,473 training rows, of which 500 are held out, and 1,319 test rows. Raises suite.assets.AssetError."""
-    return _source("gsm8k", get_asset("gsm8k-train").citation, list(load_asset("gsm8k-train")), _gsm8k_test(), seed)
+    return _source("gsm8k", get_asset("gsm8k-train").citation, list(load_gsm8k_train()), list(load_gsm8k_test()), seed)
 
 
 def read_svamp(seed: int) -> Source:
     """3,138 training rows of MAWPS and ASDiv-A, of which 300 are held out, and SVAMP's 1,000 rows. Raises suite.assets.AssetError."""
-    test = [(f"{body} {question}", answer) for body, question, answer in load_asset("svamp")]
-    return _source("svamp", get_asset("svamp").citation, list(load_asset("mawps-asdiv")), test, seed)
-
-
-def _gsm8k_test() -> list[tuple[str, str]]:
-    """The file's own loader gives the questions alone."""
-    rows = [json.loads(line) for line in fetch("gsm8k").read_text("utf-8").removesuffix("\n").split("\n")]
-    return [(row["question"], row["answer"]) for row in rows]
+    test = [(f"{body} {question}", answer) for body, question, answer in load_svamp()]
+    return _source("svamp", get_asset("svamp").citation, list(load_mawps_asdiv()), test, seed)
 
 
 def _source(name: str, citation: str, rows: list[tuple[str, ...]], test: list[tuple[str, ...]], seed: int) -> Source:
