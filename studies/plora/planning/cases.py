@@ -1,11 +1,11 @@
 """Small planning problems on which every plan can be listed and every composition timed: what planners are judged on.
 
-    asked = cases(tokens=512, real_tokens=180.0, budget_tokens=40_000)           # twelve, of six adapters each, out of a pool of seven
+    asked = cases(tokens=512, real_tokens=180.0, budget_tokens=40_000)           # twelve, of the same seven adapters
     to_time(asked, bytes_of)                                                     # the compositions that any plan of theirs uses
     asked[0].instance({1: model}, bytes_of)                                      # as planners take it
 
-Cases share a pool, so that few compositions serve many: at most 127. They differ in adapters, GPUs (1 and 2) and memory: 24 and 40 GB are the cards of
-PLoRA's measurements (A10, A100), as one of 141 GB binds nothing here. A case travels through a cell's parameters as JSON.
+Cases share their adapters' ranks and batches, so that few compositions serve all: 127 at most. They differ in budgets, GPUs (1 and 2) and memory: 24 and
+40 GB are the cards of PLoRA's measurements (A10, A100), as one of 141 GB binds nothing here. A case travels through a cell's parameters as JSON.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ class Case:
 
 
 def cases(
-    *, tokens: int, real_tokens: float, budget_tokens: int, most_rows: int = 4, gpus: Iterable[int] = (1, 2), caps_bytes: Iterable[int] = CAPS_BYTES, left_out: Iterable[int] = (0, 3, 6)
+    *, tokens: int, real_tokens: float, budget_tokens: int, most_rows: int = 4, gpus: Iterable[int] = (1, 2), caps_bytes: Iterable[int] = CAPS_BYTES, turns: Iterable[int] = (0, 2, 5)
 ) -> list[Case]:  # fmt: skip
-    """The pool without one adapter, for each of `left_out`, on each number of GPUs and under each cap: 12 by default."""
-    pool = [AdapterConfig(rank=r, alpha=2.0 * r, learning_rate=2e-4, batch=b, budget_tokens=max(1, round(budget_tokens * share))) for r, b, share in POOL]
-    works = [Work(adapters=tuple(a for i, a in enumerate(pool) if i != out), tokens=tokens, real_tokens=real_tokens, most_rows=most_rows) for out in left_out]
-    caps = tuple(caps_bytes)
+    """The pool with its budgets turned by so many places, on each number of GPUs and under each cap: 12 by default."""
+    works, caps = [], tuple(caps_bytes)
+    for turn in turns:
+        shares = [POOL[(i + turn) % len(POOL)][2] for i in range(len(POOL))]
+        pool = [AdapterConfig(rank=r, alpha=2.0 * r, learning_rate=2e-4, batch=b, budget_tokens=max(1, round(budget_tokens * share))) for (r, b, _), share in zip(POOL, shares, strict=True)]
+        works.append(Work(adapters=tuple(pool), tokens=tokens, real_tokens=real_tokens, most_rows=most_rows))
     return [Case(work=work, gpus=g, limit_bytes=cap) for work in works for g in gpus for cap in caps]
 
 

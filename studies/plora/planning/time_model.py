@@ -118,8 +118,8 @@ def features(shape: PackShape) -> np.ndarray:
 
 
 def fit(points: Sequence[StepTime], *, host_s: float | None = None) -> TimeModel:
-    """The model of least squared relative error. `host_s`: the floor, where the host's time was measured; None: a floor over the fewest of the
-    fastest points for which left-out points are foretold best. Raises ValueError for fewer than 6 compositions.
+    """The model of least squared relative error. `host_s`: the floor, where the host's time was measured; None: the mean of the fastest points, of as
+    many as left-out points are foretold best with: of at least one, as nothing faster was ever seen. Raises ValueError for fewer than 6 compositions.
     """
     if len({canonical(p.shape) for p in points}) < FEWEST_POINTS:
         raise ValueError(f"a fit of {COEFFICIENTS} coefficients takes at least {FEWEST_POINTS} compositions, got {len(points)} points; time more shapes")
@@ -127,8 +127,9 @@ def fit(points: Sequence[StepTime], *, host_s: float | None = None) -> TimeModel
         if not 0 <= host_s < math.inf:
             raise ValueError(f"the host's time is a finite time, got {host_s=}; measure launches without waiting")
         return _line(points, host_s)
-    most = len(points) - FEWEST_POINTS
-    return _floored(points, min(range(most + 1), key=lambda lowest: _left_out_error(points, lowest)))
+    fastest = np.sort([p.seconds for p in points])[: max(1, len(points) - FEWEST_POINTS)]
+    floors = [float(np.sum(1 / fastest[:n]) / np.sum(1 / fastest[:n] ** 2)) for n in range(1, len(fastest) + 1)]  # of least squared relative error to them
+    return _line(points, min(floors, key=lambda floor_s: _left_out_error(points, floor_s)))
 
 
 def errors(model: TimeModel, points: Iterable[StepTime]) -> np.ndarray:
@@ -139,14 +140,6 @@ def errors(model: TimeModel, points: Iterable[StepTime]) -> np.ndarray:
 def mape(relative_errors: Sequence[float], *, seed: int = 0) -> Interval:
     """Mean absolute relative error (a fraction), its bootstrap interval over compositions."""
     return bootstrap_interval(np.abs(relative_errors), lambda x: float(np.mean(x)), rng=np.random.default_rng(seed))
-
-
-def _floored(points: Sequence[StepTime], lowest: int) -> TimeModel:
-    """With a floor under the `lowest` fastest points: the value of least squared relative error to them."""
-    if not lowest:
-        return _line(points, 0.0)
-    t = np.sort([p.seconds for p in points])[:lowest]
-    return _line(points, float(np.sum(1 / t) / np.sum(1 / t**2)))
 
 
 def _line(points: Sequence[StepTime], floor_s: float) -> TimeModel:
@@ -174,7 +167,7 @@ def _least_squares(points: Sequence[StepTime], floor_s: float) -> TimeModel:
     return TimeModel(fixed_s=fixed, token_s=token, token_rank_s=rank, token_position_s=position, slot_s=slot, floor_s=floor_s)
 
 
-def _left_out_error(points: Sequence[StepTime], lowest: int) -> float:
-    """Sum of squared relative errors, each of a point that its fit did not see."""
+def _left_out_error(points: Sequence[StepTime], floor_s: float) -> float:
+    """Sum of squared relative errors, each of a point that its line did not see."""
     rests = [[p for p in points if p is not out] for out in points]
-    return sum(float(errors(_floored(rest, lowest), [out])[0]) ** 2 for rest, out in zip(rests, points, strict=True))
+    return sum(float(errors(_line(rest, floor_s), [out])[0]) ** 2 for rest, out in zip(rests, points, strict=True))
