@@ -132,9 +132,9 @@ def _slots(seg: Segments) -> list[tuple[int, slice, slice, int]]:
 
 def _looped_shrink(x_MK, a_TK, seg, *, dropout=None):
     x_MK = _dropped(x_MK, seg, dropout)
-    s_MR = x_MK.new_zeros(x_MK.shape[0], seg.widest)
+    s_MR = x_MK.new_empty(x_MK.shape[0], seg.widest)  # columns above a slot's rank are never read
     for _, rows, ranks, rank in _slots(seg):
-        s_MR[rows, :rank] = x_MK[rows] @ a_TK[ranks].T
+        torch.mm(x_MK[rows], a_TK[ranks].T, out=s_MR[rows, :rank])
     return s_MR
 
 
@@ -144,9 +144,9 @@ def _looped_expand(y_MN, s_MR, b_TN, seg):
 
 
 def _looped_grad_s(dy_MN, b_TN, seg):
-    ds_MR = dy_MN.new_zeros(dy_MN.shape[0], seg.widest)
+    ds_MR = dy_MN.new_empty(dy_MN.shape[0], seg.widest)
     for i, rows, ranks, rank in _slots(seg):
-        ds_MR[rows, :rank] = (dy_MN[rows] @ b_TN[ranks].T) * seg.scales[i].to(dy_MN.dtype)
+        torch.mm(dy_MN[rows], b_TN[ranks].T, out=ds_MR[rows, :rank]).mul_(seg.scales[i])
     return ds_MR
 
 
