@@ -247,7 +247,7 @@ def gpu() -> Config:
     sums = Training(model="smollm2", task="svamp", rows=(None, 200, None), tokens=128, budget_tokens=200_000)
     return Config(
         ladders=ladders, surfaces=surfaces, saturation=saturation, kernels=Kernels(), baselines=Baselines(), planning=planning, makespan=PaperMakespan(), exactness="smollm2", grid=Grid(training=BANKING),
-        replays=Searches(arms=REPLAYED, trials=PRUNED_TRIALS, slots=16, seeds=5), live=tuple((BANKING, s) for s in live), makespans=(Makespan(training=live_makespan()),),
+        replays=Searches(arms=REPLAYED, trials=PRUNED_TRIALS, slots=16, seeds=8), live=tuple((BANKING, s) for s in live), makespans=(Makespan(training=live_makespan()),),
         quality=(Quality(training=BANKING), Quality(training=replace(BANKING, task="clinc150")), Quality(training=sums, peft=False)), pruners=True,
     )  # fmt: skip
 

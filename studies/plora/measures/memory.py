@@ -21,7 +21,8 @@ from suite.measure import Context, Result
 
 __all__ = ["largest", "most"]
 
-STEPS = 2  # so that the optimizer's states and every lazy workspace are there
+NO_LIMIT = 2**60  # bytes: trying, not the model, says what fits
+TRIED = 2  # micro-steps, so that the optimizer's states and every lazy workspace are there
 
 
 def largest(ctx: Context, *, model: str, tokens: int, rank: int, rows: int, limits_bytes: Sequence[int], answer_tokens: int) -> Result:
@@ -68,8 +69,8 @@ def _fits(ctx: Context, subject: Subject, k: int, rank: int, rows: int, peaks: d
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(ctx.device)
     try:
-        pack = subject.pack(uniform(subject.tokens, slots=k, rank=rank, rows=rows))
-        pack.advance(STEPS)
+        pack = subject.pack(uniform(subject.tokens, slots=k, rank=rank, rows=rows), memory=NO_LIMIT)
+        pack.advance(TRIED)
         peaks[k] = torch.cuda.max_memory_allocated(ctx.device)
     except torch.OutOfMemoryError:
         peaks[k] = None

@@ -31,12 +31,12 @@ def saturation(ctx: Context, *, model: str, tokens: int, rank: int, k: int, sing
     packs = {v: subject.pack(shape, graphed=cuda) for v, shape in shapes.items()}
     result = contest([Variant(name=v, calls=(subject.step(p),)) for v, p in packs.items()], device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, mode="eager", control=PACK)
     work = {v: subject.flops(shape) for v, shape in shapes.items()}
-    rates = {v: work[v] / result.median_s(v) for v in shapes}
+    rates = {v: work[v] / subject.step_s(result, v) for v in shapes}
     best = max((v for v in shapes if v != PACK), key=rates.get)
     peak = peak_flops(torch.cuda.get_device_name(ctx.device)) if cuda else None
-    lines = [{"variant": v, "tokens": tokens * sum(s.rows for s in shape.slots), "us": result.median_s(v) * 1e6, "tflops": rates[v] / 1e12, "mfu": rates[v] / peak if peak else None} for v, shape in shapes.items()]
+    lines = [{"variant": v, "tokens": tokens * sum(s.rows for s in shape.slots), "us": subject.step_s(result, v) * 1e6, "tflops": rates[v] / 1e12, "mfu": rates[v] / peak if peak else None} for v, shape in shapes.items()]
     share = result.log_ratio(best, PACK) + math.log(work[PACK] / work[best])
-    metrics = {"log_saturation_share": share, "log_control": result.control_log_ratio, "noise_floor": result.noise_floor, "step_ms": result.median_s(PACK) * 1e3}
+    metrics = {"log_saturation_share": share, "log_control": result.control_log_ratio, "noise_floor": result.noise_floor, "step_ms": subject.step_s(result, PACK) * 1e3}
     mfu = {"mfu_pack": rates[PACK] / peak, "mfu_max": rates[best] / peak} if peak else {}
     return Result(metrics=metrics | mfu, arrays=result.to_arrays(), records={"variants": lines, "conditions": result.conditions, "telemetry": result.telemetry},
                   facts={"throttle": ",".join(result.throttle_reasons) or "none", "best": best})  # fmt: skip

@@ -63,4 +63,4 @@ def _timed(ctx: Context, subject: Subject, entry: Mapping[str, Any], *, path: st
         found = contest([Variant(name="pack", calls=(subject.step(pack),))], device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, mode="eager")
     except torch.OutOfMemoryError as error:
         return {"why": str(error).partition("\n")[0]}
-    return StepTime(shape=shape, seconds=found.median_s("pack"), peak_bytes=peak).to_json() | {"noise_floor": found.noise_floor, "throttle": list(found.throttle_reasons)}
+    return StepTime(shape=shape, seconds=subject.step_s(found, "pack"), peak_bytes=peak).to_json() | {"noise_floor": found.noise_floor, "throttle": list(found.throttle_reasons)}

@@ -2,17 +2,16 @@
 
     subject = subject_of(ctx, "0.5b", tokens=128, answer_tokens=32)
     pack = subject.pack(uniform(128, slots=32, rank=16), graphed=True)
-    subject.step(pack)()                            # one micro-step, at whose end every adapter's batch is full
+    subject.step(pack)()                            # STEPS micro-steps, at the end of each every adapter's batch is full
 
 Token ids are Philox numbers, so they are the same on every machine; budgets are endless. A step of `step` is what a user's training runs: forward,
-backward, the optimizer's step of every adapter. Weights are random because a time does not depend on them; nothing is learnt here.
+backward, the optimizer's step of every adapter, and what the host plans for each; STEPS of them stand in one call, as a training asks for many at once. Weights are random because a time does not depend on them; nothing is learnt here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +25,14 @@ from studies.plora.engine.pack import EnginePack
 from studies.plora.engine.shapes import SHAPES
 from studies.plora.measures.flops import step_flops
 from suite.measure import Context
+from suite.timing import ContestResult
 
-__all__ = ["ROWS", "Subject", "endless", "rows_of", "subject_of", "uniform"]
+__all__ = ["ROWS", "STEPS", "Subject", "endless", "rows_of", "subject_of", "uniform"]
 
 ROWS = 64  # of the training part; packs go round them
+STEPS = 4  # micro-steps of a timed call
 ENDLESS = 2**60  # tokens of a budget that no timing reaches
+TIMED_RATE = 2e-5  # hours of steps leave the numbers ordinary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +45,32 @@ class Subject:
     tokens: int
     answer_tokens: int
 
-    def pack(self, shape: PackShape, *, path: str = "triton", graphed: bool = True, batch: int = 0) -> EnginePack:
-        """Every slot is taken by an adapter of its own rank whose batch is the slot's rows, or `batch`."""
-        pack = EnginePack(self.base, shape, self.task, path=path, graphed=graphed)
-        for slot, size in enumerate(shape.slots):
-            pack.admit(slot, endless(size, batch or size.rows, seed=slot))
+    def pack(self, shape: PackShape, *, path: str = "triton", graphed: bool = True, learning_rate: float = TIMED_RATE, memory: int | None = None) -> EnginePack:
+        """Every slot is taken by an adapter of its own rank whose batch is the slot's rows. `memory`: as EnginePack's, bytes that it may take."""
+        pack = EnginePack(self.base, shape, self.task, path=path, graphed=graphed, memory=memory)
+        self.fill(pack, learning_rate)
         return pack
 
-    def step(self, pack: EnginePack) -> Callable[[], Any]:
-        return lambda: pack.advance(1)
+    def fill(self, pack: EnginePack, learning_rate: float = TIMED_RATE) -> None:
+        """Fresh adapters in every slot."""
+        for slot, size in enumerate(pack.shape.slots):
+            if slot in pack.live():
+                pack.release(slot)
+            pack.admit(slot, endless(size, learning_rate, seed=slot))
+
+    def step(self, pack: EnginePack) -> Callable[[], float]:
+        return lambda: pack.advance(STEPS)
+
+    def step_s(self, result: ContestResult, name: str) -> float:
+        """Seconds of one micro-step of a contest's entry."""
+        return result.median_s(name) / STEPS
 
     def flops(self, shape: PackShape) -> float:
         return step_flops(self.config, shape, answer_tokens=self.answer_tokens)
 
 
-def endless(slot: SlotShape, batch: int, seed: int) -> AdapterConfig:
-    """A small learning rate, so that hours of steps leave the numbers ordinary."""
-    return AdapterConfig(rank=slot.rank, alpha=2.0 * slot.rank, learning_rate=2e-5, batch=batch, budget_tokens=ENDLESS, seed=seed, schedule="constant", warmup=0.0)
+def endless(slot: SlotShape, learning_rate: float, seed: int) -> AdapterConfig:
+    return AdapterConfig(rank=slot.rank, alpha=2.0 * slot.rank, learning_rate=learning_rate, batch=slot.rows, budget_tokens=ENDLESS, seed=seed, schedule="constant", warmup=0.0)
 
 
 def uniform(tokens: int, *, slots: int, rank: int, rows: int = 1) -> PackShape:

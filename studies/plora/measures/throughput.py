@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from studies.plora.adapter import PackShape
+from studies.plora.engine.pack import EnginePack
 from studies.plora.measures.flops import peak_flops
 from studies.plora.measures.subjects import Subject, subject_of, uniform
 from suite.measure import Context, Result
@@ -27,8 +28,8 @@ from suite.timing import ContestResult, Variant, contest
 
 __all__ = ["LADDER", "ladder", "surface"]
 
-TRIED_STEPS = 3  # before the contest
-LOSS_GAP = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # relative, of the same adapter's loss after TRIED_STEPS: roundings of paths that sum in another order
+TRIED_STEPS, TRIED_RATE = 4, 1e-2  # before the contest, at a rate at which adapters change what comes out
+LOSS_GAP = {torch.bfloat16: 0.02, torch.float32: 1e-3}  # relative, of the same adapter's loss after TRIED_STEPS: roundings of paths that sum in another order, grown by Adam
 SATURATED = "saturated"
 
 
@@ -82,12 +83,14 @@ def _timed(
 ) -> Result:  # fmt: skip
     cuda = ctx.device.startswith("cuda")
     shapes = {v: shape for v, (shape, _) in asked.items()} | {SATURATED: uniform(subject.tokens, slots=1, rank=rank, rows=max(1, saturated // subject.tokens))}
-    packs = {v: subject.pack(shape, path=rung.path, graphed=rung.graphed and cuda) for v, (shape, rung) in asked.items()}
-    packs[SATURATED] = subject.pack(shapes[SATURATED], graphed=cuda)
-    gaps = {v: gap for v, gap in _loss_gaps(packs).items()}
+    packs = {v: subject.pack(shape, path=rung.path, graphed=rung.graphed and cuda, learning_rate=TRIED_RATE) for v, (shape, rung) in asked.items()}
+    gaps = _loss_gaps(packs)
     limit = LOSS_GAP[torch.bfloat16 if cuda else torch.float32]
     if wrong := {v: g for v, g in gaps.items() if not g <= limit}:
         raise AssertionError(f"losses of one adapter agree within {limit} however it is run, got {wrong}; a path is broken")
+    for pack in packs.values():
+        subject.fill(pack)
+    packs[SATURATED] = subject.pack(shapes[SATURATED], graphed=cuda)
     made = [Variant(name=v, calls=(subject.step(pack),)) for v, pack in packs.items()]
     result = contest(made, device=ctx.device, rounds=rounds, launches_per_round=launches, warmup_s=warmup_s, mode="eager", control=ours)
     for pack in packs.values():
@@ -98,25 +101,27 @@ def _timed(
                   facts={"throttle": ",".join(result.throttle_reasons) or "none"})  # fmt: skip
 
 
-def _loss_gaps(packs: Mapping[str, object]) -> dict[str, float]:
-    """|loss / the single adapter's - 1| of the first slot, which is the same adapter everywhere; the saturated pack has other rows."""
+def _loss_gaps(packs: Mapping[str, EnginePack]) -> dict[str, float]:
+    """|loss / the single adapter's - 1| of the first slot, which is the same adapter everywhere."""
     losses = {}
     for name, pack in packs.items():
+        first = pack.live()[0].adapter
         pack.advance(TRIED_STEPS)
         losses[name] = pack.live()[0].loss
+        assert pack.live()[0].adapter == first and pack.live()[0].optimizer_steps == TRIED_STEPS, f"{name} trained another adapter or otherwise than asked"
     want = losses[SINGLES[0]]
-    return {name: abs(loss / want - 1.0) for name, loss in losses.items() if name != SATURATED}
+    return {name: abs(loss / want - 1.0) for name, loss in losses.items()}
 
 
 def _lines(ctx: Context, subject: Subject, result: ContestResult, shapes: Mapping[str, PackShape], gaps: Mapping[str, float]) -> dict[str, dict]:
     """By variant: adapters, times, real tokens a second, MFU where the device's peak is known, ln of the gain a adapter over the fastest single one."""
     device = torch.cuda.get_device_name(ctx.device) if ctx.device.startswith("cuda") else ""
     peak = peak_flops(device)
-    per_token = {v: result.median_s(v) / _tokens(shapes[v]) for v in shapes}
+    per_token = {v: subject.step_s(result, v) / _tokens(shapes[v]) for v in shapes}
     best = min(SINGLES, key=per_token.get)
     lines = {}
     for v, shape in shapes.items():
-        seconds = result.median_s(v)
+        seconds = subject.step_s(result, v)
         lines[v] = {"variant": v, "adapters": len(shape.slots), "tokens": _tokens(shape), "us": seconds * 1e6, "tokens_per_s": 1 / per_token[v], "mfu": subject.flops(shape) / seconds / peak if peak else None,
                     "log_speedup": result.log_ratio(best, v) + math.log(_tokens(shape) / _tokens(shapes[best])), "loss_gap": gaps.get(v)}  # fmt: skip
     return lines

@@ -14,7 +14,7 @@ from studies.plora.presets import HEADLINE, KERNEL_HEADLINE, MODELS
 from studies.plora.report.findings import by_process, groups, metric, missing, ratio, smallest
 from suite.claims import Finding, Row, View
 
-BAR_SHARE = 0.7
+CACHES = 3.0
 
 
 def of_model(view: View, measure: str, model: str, tokens: int | None = None) -> list[Row]:
@@ -75,15 +75,17 @@ def saturation_share(view: View) -> Finding | None:
     return smallest(found)
 
 
-def kernels(view: View, name: str, **where) -> list[tuple[Finding, tuple]]:
+def kernels(rows: Sequence[Row], name: str, absent: int) -> list[tuple[Finding, tuple]]:
     """A metric at every (pass, d, tokens) that was timed in two processes or more."""
-    found = groups(view.rows(measure="kernels", where=where), "which", "d", "tokens")
-    pairs = [(ratio(rows, by_process(rows, metric(name)), missing(view, "kernels", where)), key[1:]) for key, rows in found.items()]
+    pairs = [(ratio(same, by_process(same, metric(name)), absent), key[1:]) for key, same in groups(rows, "which", "d", "tokens").items()]
     return [(f, key) for f, key in pairs if f]
 
 
-def worst_kernel(view: View, name: str, **where) -> Finding | None:
-    found = kernels(view, name, **where)
+def worst_kernel(view: View, name: str, *, beyond_cache: bool = False, **where) -> Finding | None:
+    """beyond_cache: of shapes one call of which moves more than three L2s."""
+    rows = view.rows(measure="kernels", where=where)
+    rows = [r for r in rows if not beyond_cache or r.record("more")["over_cache"] >= CACHES]
+    found = kernels(rows, name, missing(view, "kernels", where))
     if not found:
         return None
     f, (which, d, tokens) = min(found, key=lambda x: x[0].value)
@@ -92,4 +94,4 @@ def worst_kernel(view: View, name: str, **where) -> Finding | None:
 
 kernel_vs_graphed = partial(worst_kernel, name="log_kernel_speedup", **KERNEL_HEADLINE)
 kernel_of_cap = partial(worst_kernel, name="log_kernel_cap_share")
-kernel_roofline = partial(worst_kernel, name="log_kernel_roofline_share")
+kernel_roofline = partial(worst_kernel, name="log_kernel_roofline_share", beyond_cache=True)

@@ -1,0 +1,164 @@
+"""The PLoRA study: what its presets ask and of whom, what cells report, and that its numbers of the work and of memory are right.
+
+Tolerances:
+    REAL_TOKENS  means of the kept lengths are given to a tenth
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from studies.plora import presets, questions
+from studies.plora.cells.threads import on_one_thread
+from studies.plora.data.lengths import lengths
+from studies.plora.data.sets import ASSETS
+from studies.plora.declared import kept
+from studies.plora.engine.shapes import SHAPES
+from studies.plora.measures import kernels as of_kernels
+from studies.plora.measures import throughput
+from studies.plora.study import STUDY
+from suite.identity import ROOT
+from suite.measure import Context, Result
+
+REAL_TOKENS = 0.05
+CPU = Context(device="cpu")
+CELLS = {name: STUDY.cells(preset()) for name, preset in STUDY.presets.items()}
+ADAPTERS = ("kernels", "planning", "search", "throughput", "training")
+
+
+# ---- what is asked -------------------------------------------------------------------------------------------------------------
+
+
+def function_of(measure: str):
+    module, _, name = measure.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", sorted(CELLS))
+def test_presets_ask_each_question_once_under_a_label_of_its_own(name):
+    assert max(Counter(c.point for c in CELLS[name]).values()) == 1
+    assert max(Counter(c.label for c in CELLS[name]).values()) == 1
+
+
+def test_cells_pass_exactly_what_their_functions_take():
+    for cell in (c for cells in CELLS.values() for c in cells):
+        wanted = inspect.signature(function_of(cell.measure)).parameters
+        needed = {n for n, p in wanted.items() if n != "ctx" and p.default is p.empty}
+        assert needed <= set(cell.params) <= set(wanted), cell.label
+
+
+def test_only_a_gpu_times_anything_and_alone():
+    assert all(c.needs.device == "cpu" for name in ("smoke", "cpu") for c in CELLS[name])
+    timed = [c for c in CELLS["gpu"] if c.label.startswith("time ")]
+    assert len(timed) > 150 and all(c.needs.device == "cuda" and c.needs.exclusive for c in timed)
+    assert all(c.needs.exclusive for c in (*CELLS["gpu"], *CELLS["gpu2"]) if ":makespan_live" in c.measure)
+
+
+def test_claims_behind_ratios_have_five_process_starts_each_and_replicates_are_the_outer_loop():
+    for function in ("ladder", "saturation", "kernels"):
+        cells = [c for c in CELLS["gpu"] if c.measure.endswith(f":{function}")]
+        assert [c.replicate for c in cells] == sorted(c.replicate for c in cells), function
+    headline = [c for c in CELLS["gpu"] if c.measure.endswith(":ladder") and c.params["tokens"] == 128 and c.params["model"] in presets.MODELS]
+    assert Counter(c.params["model"] for c in headline) == dict.fromkeys(presets.MODELS, presets.REPLICATES)
+    assert {(c.params["which"], c.params["d"], c.params["tokens"]) for c in CELLS["gpu"] if c.measure.endswith(":kernels") and c.replicate == 4} >= {
+        (which, presets.KERNEL_HEADLINE["d"], presets.KERNEL_HEADLINE["tokens"]) for which in of_kernels.WAYS}  # fmt: skip
+
+
+def test_groups_of_cells_are_named_by_their_labels():
+    """`--only PATTERN` takes a sensible part of the preset."""
+    first = Counter(" ".join(c.label.split()[:2]) for c in CELLS["gpu"])
+    for group in ("time ladder", "time surface", "time saturation", "time kernel", "time steps", "record grid", "search smollm2", "makespan live"):
+        assert first[group], (group, sorted(first))
+
+
+def test_packs_of_a_surface_fit_their_tokens():
+    for s in presets.gpu().surfaces:
+        cells = [c for c in CELLS["gpu"] if c.measure.endswith(":surface") and c.params["model"] == s.model]
+        assert cells and all(max(c.params["ks"]) * c.params["batch"] * c.params["tokens"] <= s.most for c in cells)
+
+
+def test_saturation_is_asked_at_8k_tokens():
+    assert all(s.k * s.tokens >= 8192 for s in presets.gpu().saturation)
+
+
+def test_replays_ask_for_slots_whose_times_are_recorded():
+    for name in ("cpu", "gpu"):
+        recorded = next(c for c in CELLS[name] if c.measure.endswith(":pack_times"))
+        packs = {(len(p), p[0][1], p[0][0]) for p in recorded.params["packs"]}
+        grid = next(c for c in CELLS[name] if c.measure.endswith(":grid"))
+        for cell in (c for c in CELLS[name] if c.measure.endswith(":replayed")):
+            assert (len(cell.params["slots"]), 1, max(cell.params["slots"])) in packs
+        assert {(1, b, r) for b in grid.params["batches"] for r in grid.params["ranks"]} <= packs, "one adapter at a time passes whole batches"
+
+
+def test_the_recorded_grid_is_that_of_the_plan():
+    g = presets.gpu().grid
+    assert (len(g.learning_rates), len(g.ranks), len(g.batches), len(g.alpha_ratios), g.seeds) == (6, 4, 4, 2, 3)
+
+
+def test_constants_are_those_of_the_data_and_the_measures():
+    assert questions.REAL_TOKENS == {name: pytest.approx(float(lengths(name).mean()), abs=REAL_TOKENS) for name in questions.REAL_TOKENS}
+    assert all((lengths(name) > tokens).mean() < 1e-3 for name, tokens in questions.PADDED_TOKENS.items())
+    assert questions.TASK_ASSETS.items() <= ASSETS.items()
+    assert presets.RUNGS == tuple(throughput.LADDER) and (presets.SINGLES, presets.OURS) == (throughput.SINGLES, throughput.OURS)
+    assert {*presets.MODELS, "smollm2", "tiny"} <= set(SHAPES)
+
+
+def test_what_is_not_in_the_tree_is_not_planned():
+    cell = questions._trains("measures.nowhere:nothing", {"model": "tiny"}, "x", "cpu")
+    other = questions._trains("cells.training:grid", {"model": "tiny"}, "y", "cpu", inputs={"a": cell})
+    assert not questions._is_here(cell) and questions._is_here(other)
+    assert not questions._is_here(questions._trains("cells.training:nothing", {"model": "tiny"}, "z", "cpu"))
+    assert questions._with_what_is_here(other).inputs == {}
+
+
+def test_the_study_is_listed_without_torch():
+    code = ("import sys; from studies.plora.study import STUDY; [STUDY.cells(p()) for p in STUDY.presets.values()]; print(sorted({'torch', 'scipy', 'optuna', 'numpy.random'} & set(sys.modules)))")  # fmt: skip
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("made", [lambda: presets.Ladder(model="3b", k=0, saturated=1), lambda: presets.Training(model="tiny", task="synthetic", rows=(None, 0, 4), tokens=8, budget_tokens=9)])
+def test_empty_sizes_are_refused(made):
+    with pytest.raises(ValueError, match="mend it"):
+        made()
+
+
+# ---- what cells report ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_declared_stays_in_the_bundle_and_names_may_differ():
+    def measure(ctx: Context, *, n: int) -> Result:
+        return Result(metrics={"mape": 1.0, "regret": 1.5, "own": 2.0, "planner_regret": 3.0, "odd": math.inf}, records={"points": [n]}, kind="replayed")
+
+    found = kept(measure, "mape", planner_regret="regret")(CPU, n=3)
+    assert dict(found.metrics) == {"mape": 1.0, "planner_regret": 1.5} and found.kind == "replayed"
+    assert found.records == {"points": [3], "more": {"own": 2.0, "planner_regret": 3.0, "odd": None}}
+    assert "more" not in kept(lambda: Result(metrics={"mape": 1.0}), "mape")().records
+
+
+def test_cells_keep_declared_metrics_only():
+    for module in (importlib.import_module(f"studies.plora.cells.{name}") for name in ADAPTERS):
+        for name in module.__all__:
+            assert set(getattr(module, name).declared) <= STUDY.metric_names(), (module.__name__, name)
+
+
+def test_a_cell_on_a_cpu_has_one_thread_and_leaves_the_others_as_they_were():
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        cell = on_one_thread(lambda ctx: seen.append(torch.get_num_threads()))
+        cell(CPU)
+        cell(Context(device="cuda"))
+        with pytest.raises(ZeroDivisionError):
+            on_one_thread(lambda ctx: 1 / 0)(CPU)
+        assert seen == [1, 2] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
