@@ -59,9 +59,11 @@ class Judge:
         if chosen_A is not None:
             self.chosen_A.copy_(chosen_A)
 
-    def capture(self) -> None:
-        self.index_R.fill_(self.rows.idle)
-        self._runner.capture()
+    def prepare(self) -> None:
+        """Capture the pass, where it is to be replayed and was not yet."""
+        if not self._runner.ready:
+            self.index_R.fill_(self.rows.idle)
+            self._runner.prepare()
 
     def looks(self, seen: dict[int, int]) -> dict[int, Evaluation]:
         """slot -> tokens seen of those that are live, to what they are worth."""

@@ -110,7 +110,7 @@ class EnginePack:
         plan = plan_steps(self._courses, self.shape, self._lengths_N, self._answers_N, micro_steps=micro_steps)
         if not len(plan):
             return 0.0
-        self._capture()
+        self._prepare()
         with _Clock(self.base.device) as clock:
             self._run(plan)
         return clock.seconds
@@ -125,7 +125,7 @@ class EnginePack:
     def evaluate(self) -> tuple[dict[int, Evaluation], float]:
         if not self._courses:
             return {}, 0.0
-        self._judge.capture()
+        self._judge.prepare()
         with _Clock(self.base.device) as clock:
             looks = self._judge.looks({slot: course.tokens_seen for slot, course in sorted(self._courses.items())})
         return looks, clock.seconds
@@ -152,12 +152,14 @@ class EnginePack:
             self.frame = replace(self.frame, streams=self._streams)
             self._train_step = Runner(self._micro_step, device=self.base.device, graphed=self._graphed)
 
-    def _capture(self) -> None:
+    def _prepare(self) -> None:
         """Graphs are captured while every row is idle and no slot is due, so that warming up changes no adapter."""
-        self._index_B.fill_(self.rows.idle)
-        self.adapters.state.settings.zero_()
-        self._train_step.capture()
-        self._optimizer_step.capture()
+        steps = [step for step in (self._train_step, self._optimizer_step) if not step.ready]
+        if steps:
+            self._index_B.fill_(self.rows.idle)
+            self.adapters.state.settings.zero_()
+        for step in steps:
+            step.prepare()
 
     def _run(self, plan: Plan) -> None:
         device = self.base.device
