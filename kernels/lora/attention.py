@@ -14,7 +14,7 @@ dv: the heads of its group in ascending order, queries ascending), so there are 
 are counted from the first token of a sequence, so neither neighbours, nor B, nor T decide a bit. Products in the operands' type (p and ds are
 rounded to it), sums in float32. On fp32 operands products are fp32 too, and slow: that is for comparing, not for speed.
 
-It has no cache, no dropout and no other mask; keys are read T <= 2048 at a time in training, longer works.
+Made for training at T <= 2048 (longer works): no cache, no dropout, no other mask.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Launches are captured as the public functions make them, on shapes of the models
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,27 +24,27 @@ pytestmark = pytest.mark.skipif("nvidia" not in triton.backends.backends, reason
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def attention(dim: int, dtype: torch.dtype, lengths: bool) -> None:
-    q, k = torch.zeros(2, 256, 8, dim, dtype=dtype), torch.zeros(2, 256, 2, dim, dtype=dtype)
-    n = torch.zeros(2, dtype=torch.int32) if lengths else None
+def attention(dim: int, dtype: torch.dtype, lengths: bool, batch: int = 2, tokens: int = 256, heads: int = 8, groups: int = 2) -> None:
+    q, k = torch.zeros(batch, tokens, heads, dim, dtype=dtype), torch.zeros(batch, tokens, groups, dim, dtype=dtype)
+    n = torch.zeros(batch, dtype=torch.int32) if lengths else None
     attention_forward(q, k, k, n)
-    attention_backward(q, q, torch.zeros(2, 8, 256), q, k, k, n)
+    attention_backward(q, q, torch.zeros(batch, heads, tokens), q, k, k, n)
 
 
-def products(outputs: int, dtype: torch.dtype) -> None:
-    x = torch.zeros(256, 512, dtype=dtype)
-    fixed_linear(x, torch.zeros(outputs, 512, dtype=dtype), torch.zeros(outputs, dtype=dtype))
-    fixed_dgrad(x, torch.zeros(512, outputs, dtype=dtype))
+def products(outputs: int, dtype: torch.dtype, rows: int = 256, inputs: int = 512) -> None:
+    x = torch.zeros(rows, inputs, dtype=dtype)
+    fixed_linear(x, torch.zeros(outputs, inputs, dtype=dtype), torch.zeros(outputs, dtype=dtype))
+    fixed_dgrad(x, torch.zeros(inputs, outputs, dtype=dtype))
 
 
-def step() -> None:
-    adamw_step(AdamState.zeros(widths=(576, 1536), ranks=(16, 64), device="cpu", compute_dtype=BF16))
+def step(widths: tuple[int, ...] = (576, 1536), ranks: tuple[int, ...] = (16, 64)) -> None:
+    adamw_step(AdamState.zeros(widths=widths, ranks=ranks, device="cpu", compute_dtype=BF16))
 
 
-def drop() -> None:
-    seg = Segments.of(rows=[64], ranks=[16], scales=[1.0], device="cpu")
+def drop(rows: int = 64, columns: int = 576) -> None:
+    seg = Segments.of(rows=[rows], ranks=[16], scales=[1.0], device="cpu")
     ints = torch.zeros(1, dtype=torch.int64)
-    dropped(torch.zeros(64, 576, dtype=BF16), seg, Dropout(p_S=torch.zeros(1), seed_S=ints, step_S=ints, site=0))
+    dropped(torch.zeros(rows, columns, dtype=BF16), seg, Dropout(p_S=torch.zeros(1), seed_S=ints, step_S=ints, site=0))
 
 
 # head dims of the models, both with and without lengths once; the widest in float32. Narrow and wide products. What has no products
@@ -55,7 +56,7 @@ OTHER = {"attention fp32": lambda: attention(128, FP32, True), "products fp32": 
 
 
 def ptx_of(specimen: Specimen) -> str:
-    """Of a kernel that has been seen to need no local memory: by ptxas's own words on the binary that would be launched."""
+    """Of a kernel that needs no local memory, by ptxas's own words on the binary that would be launched, and no atomics."""
     compiled = compile_specimen(specimen, "sm_90")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -89,3 +90,10 @@ def test_float32_kernels_round_each_operation_without_spills_or_atomics(name: st
         if specimen.kernel.fn.__name__ == "update_kernel":
             assert "fma." not in ptx, "every operation is rounded, as in the reference"
             assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 4 and len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= 4
+
+
+@pytest.mark.parametrize("call", [lambda: attention(16, BF16, True, 1, 1, 1, 1), lambda: products(1, BF16, 1, 1), lambda: step((1,), (1,)), lambda: drop(1, 1)])
+def test_kernels_compile_where_every_size_is_one(call: Callable[[], None]) -> None:
+    """Triton makes a constant of an argument that is 1; the interpreter does not."""
+    for specimen in captured("ones", call, family="elementwise"):
+        ptx_of(specimen)
