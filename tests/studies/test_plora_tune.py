@@ -1,6 +1,7 @@
 """plora.tune on a user's model: from text to an adapter that PEFT loads, shown as it goes, and resumed where it was stopped."""
 
 import io
+import json
 import re
 import subprocess
 import sys
@@ -194,6 +195,22 @@ def test_looks_divide_the_closest_rungs(task):
     mean = float(task.train.lengths.mean())
     assert tuning.looks_of(task, 10_000, plora.Halving(shares=(0.125, 0.25, 0.5))) == int(1250 / 4 / mean)
     assert tuning.looks_of(task, 10, plora.NO_PRUNING) == 1
+
+
+def test_the_readme_s_example_runs_as_it_stands(model, tmp_path, monkeypatch, capsys):
+    """On a two-layer model, letters for tokens and 90 rows; nothing else of it is changed but the sizes of the budget."""
+    transformers = pytest.importorskip("transformers", reason="the user's model is a test dependency")
+    code = re.search(r"```python\n(.*?)```", (ROOT / "studies/plora/README.md").read_text(), re.DOTALL)[1]
+    assert len(code.splitlines()) <= 15
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_: LETTERS)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps([f"is {i} odd?", ("no", "yes")[i % 2]]) + "\n" for i in range(90)))
+    small = code.replace("tokens=64,", "tokens=16,").replace("trials=64, tokens=200_000, slots=16", "trials=3, tokens=300, slots=2").replace("(8, 16, 32, 64)", "(8, 16)")
+    assert small.count("tokens=16") == small.count("tokens=300") == small.count("values=(8, 16)") == 1
+    exec(compile(small, "README.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert "AdapterConfig(rank=" in said and "tuning/adapters/trial-000" in said and "1 finished" in said
 
 
 def test_importing_the_library_is_light():
