@@ -10,6 +10,7 @@ Tolerances
 - SAME      arms that run the same adapters in the same float32 reference give the same scores: a difference of exactly 0 on a CPU.
 """
 
+import json
 import math
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from studies.plora.measures.live import CHUNK, add_looks, finished, setting_of, 
 from studies.plora.measures.makespan import chosen, makespan, same_adapters
 from studies.plora.measures.quality import against_peft, quality, winner
 from studies.plora.search.recorded import Curve, RecordedPack, StepTimes, read_curves
+from studies.plora.search.saved import load_state
 from suite.measure import Context, Pause
 
 BUDGET, REAL = 4_000, 10.0
@@ -157,6 +159,17 @@ def test_a_grid_that_is_paused_again_and_again_gives_the_record_of_an_unbroken_o
     assert pauses >= 3
     assert resumed.records == unbroken.records and resumed.metrics == pytest.approx(unbroken.metrics)
     assert sorted(map(str, replay.admitted)) == sorted(map(str, configurations(**AXES, budget_tokens=BUDGET)))  # none was started twice
+
+
+def test_a_grid_pauses_between_waves_where_the_next_one_would_not_end_in_time(tmp_path, replay, monkeypatch):
+    """Every look at the clock is a second: a wave takes some 6 of them, and the piece ends in the second wave unless it pauses before."""
+    clock = iter(range(10**6))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    with pytest.raises(Pause):
+        grid(context(tmp_path, deadline=10.5), **GRID)
+    saved = load_state(tmp_path / "state" / of_grid.STATE)
+    assert saved["pack"] is None and len(json.loads(saved["ledger"])["curves"]) == 6  # one wave of six slots, no adapters
+    assert len(replay.admitted) == 6
 
 
 def test_a_grid_of_which_nothing_ends_finite_is_refused(tmp_path, replay, monkeypatch):

@@ -10,14 +10,17 @@ each adapter, as studies.plora.search.recorded reads it, with the score of the f
 micro-step), and of (live adapters, seconds of a packed evaluation), medians of `repeats`. Every slot's batch is its rows, so every micro-step
 ends with the optimizer's: times of the dearest kind.
 
-Long: it saves where it is after a wave and where it pauses, and a resumed run gives the curves of an unbroken one.
+Long: it saves its curves after every wave, and pauses there where the next wave would not end in time: the state is small then. Where time is up
+inside a wave, the adapters are saved too (gigabytes for a wide pack). A resumed run gives the curves of an unbroken one.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -87,12 +90,16 @@ class _Recording:
     looks: dict[int, list[Evaluation]] = field(default_factory=dict)  # of this wave, by slot
     train_s: float = 0.0
     evaluate_s: float = 0.0
-    passed: int = 0  # micro-steps
+    passed: int = 0  # real tokens
+    longest_wave_s: float = 0.0  # in this piece
 
     def run(self) -> None:
         pack = self.setting.pack(self.shape, path=self.path)
         self._resume(pack)
         while self.wave < len(self.waves):
+            began = time.monotonic()
+            if self.ctx.deadline is not None and self.longest_wave_s and began + self.longest_wave_s > self.ctx.deadline:
+                raise Pause  # saved after the last wave
             if not pack.live():
                 for slot, adapter in self.waves[self.wave].items():
                     pack.admit(slot, adapter)
@@ -104,6 +111,7 @@ class _Recording:
                     raise Pause
             self._close(pack)
             self._save(pack)
+            self.longest_wave_s = max(self.longest_wave_s, time.monotonic() - began)
 
     def _look(self, pack: Pack) -> None:
         before = sum(p.tokens_seen for p in pack.live().values())
@@ -178,6 +186,7 @@ def pack_times(
         samples.append({"slots": [list(pair) for pair in pairs], **timed})
         steps[len(slots), max(s.rows for s in slots), max(s.rank for s in slots)] = timed["micro_step_s"]
         looks.setdefault(len(slots), []).extend(timed["evaluate_s"])
+        gc.collect()  # a pack refers to itself by its captured functions
     middle = lambda table: {key: statistics.median(values) for key, values in table.items()}  # noqa: E731
     step, look = middle(steps), middle(looks)
     largest = max(step)
