@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.lora.segments import Segments
 from studies.plora.adapter import PackShape, SlotShape
 from studies.plora.data import synthetic
 from studies.plora.engine import SHAPES, Base, EnginePack
@@ -160,6 +161,35 @@ def test_answers_of_several_tokens_are_judged_by_their_mean_loss(base):
     pack = Maker(base, task).alone(SlotShape(rank=16, rows=4), adapter(batch=4), 60)
     look = pack.evaluate()[0][0]
     assert look.score == -look.loss and look.loss < np.log(512)
+
+
+def test_a_base_computes_what_the_exact_reference_does(monkeypatch):
+    """studies.models.llama.forward on the same bf16 matrices, with float32 activations but for q, k and v, which it rounds to bf16: 2^-9 of a head's
+    inputs, averaged over keys and layers, so a few times 2^-9 of the logits."""
+    from studies.models.llama import forward
+    from studies.models.synthetic import philox_weights
+    from studies.plora.engine import base as module
+    from studies.plora.engine.decoder import hidden
+    from studies.plora.engine.operators import Frame
+    from studies.plora.engine.reference import SlotBySlot
+    from studies.plora.engine.sites import Adapters
+
+    weights = philox_weights(SHAPES["tiny"], seed=3)
+    monkeypatch.setattr(module, "load_smollm2", lambda: weights)
+    for layers in (None, 1):
+        base = Base.smollm2(layers=layers)
+        assert (base.name, len(base.layers)) == ("HuggingFaceTB/SmolLM2-135M-Instruct", layers or 2)
+    with pytest.raises(ValueError, match="1 to 2 layers"):
+        Base.smollm2(layers=3)
+    base, ids = Base.smollm2(), [3, 500, 7, 7, 44, 0, 91]
+    adapters = Adapters.empty(base.config, ranks=(8,), device="cpu", compute_dtype=torch.float32)
+    seg = Segments.of(rows=[7], ranks=[8], scales=[1.0], device="cpu")
+    with torch.no_grad():
+        ops, frame = SlotBySlot(), Frame.of(base.config, seg, 7)
+        h = hidden(base, adapters.factors, ops, torch.tensor([ids]), torch.tensor([7], dtype=torch.int32), frame)
+        logits = ops.add_norm(h, None, base.norm_K, base.config.rms_eps, frame.bounds)[1] @ base.head_VK.T
+    exact = forward(weights, [ids], activation_dtype=torch.float32)
+    assert (logits - exact).norm() <= 4 * 2**-9 * exact.norm() and (exact[1] - exact[2]).norm() > 0.1 * exact[1].norm()
 
 
 def test_what_does_not_fit_is_refused_with_the_reason(maker, base, task):

@@ -161,7 +161,7 @@ def test_other_adapters_and_other_models_are_refused(pair, tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=reason):
             import_adapter(tmp_path)
-    with pytest.raises(ValueError, match="rank of at most 4"):
+    with pytest.raises(ValueError, match="adapter of rank 4"):
         pack.load(0, pack.weights(SLOT))
     with pytest.raises(ValueError, match="at all 14 sites"):
         pack.load(SLOT, {n: w for n, w in pack.weights(SLOT).items() if "layers.1" not in n})

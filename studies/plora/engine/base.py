@@ -26,6 +26,7 @@ __all__ = ["Base", "Frozen", "Layer"]
 
 _FAMILIES = ("llama", "qwen2")
 _PARTS = {module: f"self_attn.{module}" if module in MODULES[:4] else f"mlp.{module}" for module in MODULES}
+_STREAM = 2**30  # of Philox: sites of adapters, which may have the same seed, draw from lower ones
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -85,7 +86,7 @@ class Base:
     @staticmethod
     def random(config: LlamaConfig, *, seed: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Base:
         """The same weights on every machine and device, by integer Philox."""
-        number = iter(range(2**31))
+        number = iter(range(_STREAM, 2**31))
 
         def matrix(n: int, k: int, fan: int) -> torch.Tensor:
             return bell(count=n * k, seed=seed, stream=next(number), device=device, dtype=dtype, scale_log2=round(math.log2(3 / fan) / 2)).view(n, k)

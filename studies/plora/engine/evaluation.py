@@ -9,7 +9,7 @@ longest row of the part, not as the pack's. There is no dropout and no gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ class Judge:
         self.rows = rows_of(examples, tokens=tokens, device=device)
         self.each = max(1, min(len(examples), TOKENS_A_SLOT // tokens))  # rows a slot and pass
         seg = Segments.of(rows=[self.each * tokens] * slots, ranks=adapters.state.ranks, scales=[0.0] * slots, device=device)
-        self.frame = Frame.of(base.config, Segments(**{**seg.__dict__, "scales": scales}), tokens)
+        self.frame = Frame.of(base.config, replace(seg, scales=scales), tokens)
         self.choices_C = None if examples.choices is None else torch.from_numpy(examples.choices).long().to(device)
         self.index_R = torch.full((self.each,), self.rows.idle, dtype=torch.int64, device=device)
         count = slots * self.each * self.rows.answers

@@ -97,14 +97,11 @@ class EnginePack:
 
     def weights(self, slot: int) -> dict[str, np.ndarray]:
         """What `release` would give; the adapter stays."""
-        if slot not in self._courses:
-            raise ValueError(f"an adapter is in the slot, got {slot=} with {sorted(self._courses)} taken; admit one first")
-        return self.adapters.weights(slot, rank=self._courses[slot].adapter.rank)
+        return self.adapters.weights(slot, rank=self._adapter(slot).rank)
 
     def load(self, slot: int, weights: Mapping[str, np.ndarray]) -> None:
         """Give the slot's adapter these weights (of its rank, as `release` gives them): to judge it, or to train it on with fresh moments."""
-        self.weights(slot)
-        self.adapters.load(slot, weights)
+        self.adapters.load(slot, weights, rank=self._adapter(slot).rank)
 
     def advance(self, micro_steps: int) -> float:
         plan = plan_steps(self._courses, self.shape, self._lengths_N, self._answers_N, micro_steps=micro_steps)
@@ -137,6 +134,11 @@ class EnginePack:
         checkpoint.restore(self, state)
 
     # ---- steps -------------------------------------------------------------------------------------------------------------------
+
+    def _adapter(self, slot: int) -> AdapterConfig:
+        if slot not in self._courses:
+            raise ValueError(f"an adapter is in the slot, got {slot=} with {sorted(self._courses)} taken; admit one first")
+        return self._courses[slot].adapter
 
     @property
     def _streams(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -99,18 +99,18 @@ class Adapters:
             found[name_a], found[name_b] = a[:rank].numpy().copy(), b[:rank].T.contiguous().numpy().copy()
         return found
 
-    def load(self, slot: int, weights: Mapping[str, np.ndarray]) -> None:
+    def load(self, slot: int, weights: Mapping[str, np.ndarray], *, rank: int) -> None:
         """Set the slot's masters from `weights` (as `weights` gives them); moments and gradients become zero. Raises ValueError."""
         wanted = {name for site in self.sites for name in site.names}
         if set(weights) != wanted:
             raise ValueError(f"an adapter has A and B at all {len(self.sites)} sites, got {len(set(weights) & wanted)} of {len(wanted)} arrays and {sorted(set(weights) - wanted)[:2]} beside; export it from this base")
-        self.state.clear(slot)
-        targets = [self.state.slot_views(slot, name) for name in ("master", "compute")]
         for site in self.sites:
-            a, b = (torch.from_numpy(np.ascontiguousarray(weights[name])) for name in site.names)
-            rank = a.shape[0]
-            if a.shape != (rank, site.inputs) or b.shape != (site.outputs, rank) or rank > self.state.ranks[slot]:
-                raise ValueError(f"A is [rank, {site.inputs}] and B [{site.outputs}, rank] with a rank of at most {self.state.ranks[slot]} at {site.names[0]}, got {tuple(a.shape)} {tuple(b.shape)}; take a wider slot or the adapter's own base")
-            for views in targets:
-                views[2 * site.number][:rank].copy_(a)
-                views[2 * site.number + 1][:rank].copy_(b.T)
+            shapes = tuple(weights[name].shape for name in site.names)
+            if shapes != ((rank, site.inputs), (site.outputs, rank)):
+                raise ValueError(f"A is [{rank}, {site.inputs}] and B [{site.outputs}, {rank}] at {site.names[0]} for the slot's adapter of rank {rank}, got {shapes}; admit an adapter of the weights' rank, on their own base")
+        self.state.clear(slot)
+        for views in (self.state.slot_views(slot, name) for name in ("master", "compute")):
+            for site, a, b in zip(self.sites, views[::2], views[1::2], strict=True):
+                name_a, name_b = site.names
+                a[:rank].copy_(torch.from_numpy(np.ascontiguousarray(weights[name_a])))
+                b[:rank].copy_(torch.from_numpy(np.ascontiguousarray(weights[name_b].T)))
