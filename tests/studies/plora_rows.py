@@ -49,7 +49,7 @@ class Rows:
     # ---- time ----
 
     def ladder(self, model: str, log: float, *, cap: float = 2.0, k: int = 32, measure: str = "ladder", device: str = H200, **fields: Any) -> Row:
-        lines = [{"variant": v, "adapters": n, "tokens": 128 * n, "us": 4000.0, "tokens_per_s": 1e4, "mfu": 0.1, "log_speedup": gain, "loss_gap": 0.001}
+        lines = [{"variant": v, "adapters": n, "tokens": 128 * n, "us": 4000.0, "tokens_per_s": 1e4, "mfu": 0.1, "log_speedup": gain, "cosine": 0.99}
                  for v, n, gain in (("B1 one graphed", 1, 0.0), ("B3 looped", k, -0.5), ("B7 ours, graphed", k, log), ("saturated", 1, cap))]  # fmt: skip
         metrics = {"log_pack_speedup": log, "log_pack_cap": cap, "mfu_single": 0.05, "mfu_pack": 0.2, "mfu_max": 0.4}
         return self.add(f"cells.throughput:{measure}", {"model": model, **AT, "k": k}, metrics=metrics, records={"variants": lines}, device=device, **fields)

@@ -45,18 +45,12 @@ class Subject:
     tokens: int
     answer_tokens: int
 
-    def pack(self, shape: PackShape, *, path: str = "triton", graphed: bool = True, learning_rate: float = TIMED_RATE, memory: int | None = None) -> EnginePack:
+    def pack(self, shape: PackShape, *, path: str = "triton", graphed: bool = True, memory: int | None = None) -> EnginePack:
         """Every slot is taken by an adapter of its own rank whose batch is the slot's rows. `memory`: as EnginePack's, bytes that it may take."""
         pack = EnginePack(self.base, shape, self.task, path=path, graphed=graphed, memory=memory)
-        self.fill(pack, learning_rate)
+        for slot, size in enumerate(shape.slots):
+            pack.admit(slot, endless(size, seed=slot))
         return pack
-
-    def fill(self, pack: EnginePack, learning_rate: float = TIMED_RATE) -> None:
-        """Fresh adapters in every slot."""
-        for slot, size in enumerate(pack.shape.slots):
-            if slot in pack.live():
-                pack.release(slot)
-            pack.admit(slot, endless(size, learning_rate, seed=slot))
 
     def step(self, pack: EnginePack) -> Callable[[], float]:
         return lambda: pack.advance(STEPS)
@@ -69,8 +63,8 @@ class Subject:
         return step_flops(self.config, shape, answer_tokens=self.answer_tokens)
 
 
-def endless(slot: SlotShape, learning_rate: float, seed: int) -> AdapterConfig:
-    return AdapterConfig(rank=slot.rank, alpha=2.0 * slot.rank, learning_rate=learning_rate, batch=slot.rows, budget_tokens=ENDLESS, seed=seed, schedule="constant", warmup=0.0)
+def endless(slot: SlotShape, seed: int) -> AdapterConfig:
+    return AdapterConfig(rank=slot.rank, alpha=2.0 * slot.rank, learning_rate=TIMED_RATE, batch=slot.rows, budget_tokens=ENDLESS, seed=seed, schedule="constant", warmup=0.0)
 
 
 def uniform(tokens: int, *, slots: int, rank: int, rows: int = 1) -> PackShape:
