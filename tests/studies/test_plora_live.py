@@ -128,7 +128,7 @@ def test_a_grid_s_record_is_what_the_search_reads_and_has_every_curve_to_its_end
         assert 4 <= len(curve.tokens) <= 5
     best = max(score(a) for a in curves)
     assert result.metrics["curves"] == 16.0 and result.metrics["best_score"] == pytest.approx(best, rel=0.01)
-    assert result.metrics["real_share"] == pytest.approx(REAL / 32, rel=0.02) and result.metrics["diverged"] == 0.0
+    assert result.metrics["padding_share"] == pytest.approx(1 - REAL / 32, rel=0.02) and result.metrics["diverged"] == 0.0
     assert result.metrics["tokens_per_s"] == pytest.approx(16 * BUDGET / (3 * BUDGET / REAL * TICK), rel=0.05)  # three waves of TICK s a micro-step
 
 
@@ -214,11 +214,12 @@ def test_two_ranks_share_the_work_and_neither_gets_much_more():
 
 def test_a_makespan_of_two_ranks_is_the_slower_s_and_all_adapters_are_paired():
     look = lambda x: Evaluation(tokens_seen=10, score=x, loss=0.0)  # noqa: E731
-    packed = [of_makespan.Arm(wall_s=5.0, built_s=1.0, tokens=60, scores={"a": look(0.5)}), of_makespan.Arm(wall_s=4.0, built_s=0.5, tokens=40, scores={"b": look(0.75), "c": look(math.nan)})]
+    packed = [of_makespan.Arm(wall_s=5.0, built_s=1.0, tokens=60, sequences=3, scores={"a": look(0.5)}), of_makespan.Arm(wall_s=4.0, built_s=0.5, tokens=40, sequences=2, scores={"b": look(0.75), "c": look(math.nan)})]
     alone = [of_makespan.Arm(wall_s=20.0, built_s=2.0, scores={"a": look(0.25)}), of_makespan.Arm(wall_s=18.0, built_s=10.0, scores={"b": look(0.75), "c": look(0.5)})]
     result = of_makespan._compared(Context(device="cpu", world_size=2), packed, alone, [Replay()], "looped")
     m = result.metrics
     assert (m["makespan_s"], m["sequential_s"], m["speedup"], m["speedup_wall"], m["tokens_per_s"], m["gpus"]) == (5.0, 20.0, 18.0 / 4.0, 4.0, 20.0, 2.0)
+    assert m["padding_share"] == 1 - 100 / (5 * Replay.tokens)
     assert (m["score_difference"], m["diverged"], m["adapters"]) == (0.125, 1.0, 3.0)  # of the pairs in which both are finite
     with pytest.raises(AssertionError, match="the same adapters, got 3 and 1"):
         of_makespan._compared(Context(device="cpu", world_size=2), packed, alone[:1], [Replay()], "looped")

@@ -49,7 +49,7 @@ def grid(
     ctx: Context, *, model: str, task: Mapping[str, Any], tokens: int, learning_rates: Sequence[float], ranks: Sequence[int], batches: Sequence[int], alpha_ratios: Sequence[float], seeds: int,
     budget_tokens: int, looks: int, slots: int, path: str = "triton",
 ) -> Result:  # fmt: skip
-    """Metrics: curves, tokens_per_s (real ones, of training alone), real_share (of the positions passed), best_score, device_s."""
+    """Metrics: curves, tokens_per_s (real ones, of training alone), padding_share (of the positions of rows), best_score, device_s, diverged."""
     adapters = configurations(learning_rates=learning_rates, ranks=ranks, batches=batches, alpha_ratios=alpha_ratios, seeds=seeds, budget_tokens=budget_tokens)
     setting = setting_of(ctx, model=model, task=task, tokens=tokens)
     shape = PackShape(tokens=tokens, slots=slots_for(tuple(a.rank for a in adapters), slots))
@@ -155,7 +155,7 @@ class _Recording:
             raise ValueError(f"some adapter of a grid ends with a finite score, got none of {len(self.curves)}; lower the learning rates")
         task = self.setting.task
         return Result(
-            metrics={"curves": float(len(self.curves)), "tokens_per_s": self.passed / self.train_s, "real_share": real / (sequences * self.shape.tokens), "best_score": max(scores),
+            metrics={"curves": float(len(self.curves)), "tokens_per_s": self.passed / self.train_s, "padding_share": 1 - real / (sequences * self.shape.tokens), "best_score": max(scores),
                      "device_s": self.train_s + self.evaluate_s, "diverged": float(len(self.curves) - len(scores))},
             records={"curves": self.curves, "task": {"name": task.name, "citation": task.citation, "rows": [len(p) for p in task.parts], "classes": task.classes, "dropped": dict(task.dropped)}},
         )  # fmt: skip

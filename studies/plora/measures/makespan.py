@@ -58,13 +58,14 @@ class Arm:
     built_s: float = 0.0
     device_s: float = 0.0
     tokens: int = 0  # real ones trained on
+    sequences: int = 0
     scores: dict[str, Evaluation] = field(default_factory=dict)  # by name of the adapter
 
 
 def makespan(
     ctx: Context, *, model: str, tasks: Sequence[Mapping[str, Any]], tokens: int, configurations: int, budget_tokens: int, slots: int, chunk: int, single_paths: Sequence[str], path: str = "triton",
 ) -> Result:  # fmt: skip
-    """Metrics: makespan_s, sequential_s (walls), speedup (without building), speedup_wall, tokens_per_s, score_difference (packed less alone, mean) with
+    """Metrics: makespan_s, sequential_s (walls), speedup (without building), speedup_wall, tokens_per_s (packed), padding_share (of the positions of rows), score_difference (packed less alone, mean) with
     score_difference_low and _high, gpus, adapters, diverged.
     """
     work = [(i % len(tasks), adapter) for i, adapter in enumerate(chosen(configurations, budget_tokens, ctx.seed))]
@@ -159,6 +160,7 @@ def _judge(setting: Setting, pack: Pack, done: Sequence[int], arm: Arm) -> None:
         progress = pack.live()[slot]
         arm.scores[_name(setting, progress.adapter)] = found[slot]
         arm.tokens += progress.tokens_seen
+        arm.sequences += progress.optimizer_steps * progress.adapter.batch
         pack.release(slot)
 
 
@@ -200,7 +202,8 @@ def _compared(ctx: Context, packed: Sequence[Arm], alone: Sequence[Arm], setting
     took, alone_took = max(arm.wall_s for arm in packed), max(arm.wall_s for arm in alone)
     ready, alone_ready = max(arm.wall_s - arm.built_s for arm in packed), max(arm.wall_s - arm.built_s for arm in alone)
     metrics = {"makespan_s": took, "sequential_s": alone_took, "speedup": alone_ready / ready, "speedup_wall": alone_took / took,
-               "tokens_per_s": sum(arm.tokens for arm in packed) / took, "gpus": float(ctx.world_size), "adapters": float(len(ours)), "diverged": float(len(pairs) - len(sound))}  # fmt: skip
+               "tokens_per_s": sum(arm.tokens for arm in packed) / took,
+               "padding_share": 1 - sum(arm.tokens for arm in packed) / (sum(arm.sequences for arm in packed) * settings[0].tokens), "gpus": float(ctx.world_size), "adapters": float(len(ours)), "diverged": float(len(pairs) - len(sound))}  # fmt: skip
     if len(sound) > 1:
         difference = paired_difference_interval([a for a, _ in sound], [b for _, b in sound])
         metrics |= {"score_difference": difference.value, "score_difference_low": difference.low, "score_difference_high": difference.high}
