@@ -35,11 +35,11 @@ def curve(adapter: AdapterConfig) -> Curve:
 
 def grid():
     rates, ranks, batches, ratios = (range(len(SPACE.axes[n].values)) for n in ("learning_rate", "rank", "batch", "alpha_ratio"))
-    adapters = [adapter_of({"learning_rate": i, "rank": j, "batch": k, "alpha_ratio": m}) for i in rates for j in ranks for k in batches for m in ratios]
+    adapters = [adapter_of({"learning_rate_level": i, "rank_level": j, "batch_level": k, "alpha_ratio_level": m}) for i in rates for j in ranks for k in batches for m in ratios]
     return {a: curve(a) for a in adapters}
 
 
-TIMES = StepTimes(micro_step_s={(1, 1, 64): 0.004, (8, 1, 64): 0.008, (8, 1, 8): 0.008}, evaluate_s={1: 0.05, 8: 0.1})
+TIMES = StepTimes(micro_step_s={(1, 1, 64): 0.004, (8, 1, 64): 0.008, (3, 1, 64): 0.006, (8, 1, 8): 0.008}, evaluate_s={1: 0.05, 8: 0.1})
 
 
 def pack(slots=8, kind=RecordedPack, rank=64):

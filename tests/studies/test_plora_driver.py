@@ -165,7 +165,7 @@ def test_what_cannot_be_searched_is_refused(tmp_path):
         with pytest.raises(ValueError, match="some slot holds every rank"):
             drive(run, RecordedPack(grid(), PackShape(tokens=32, slots=(SlotShape(rank=8),) * 2), TIMES), adapter_of, Strategy(), tmp_path)
     with SearchRun(replace(narrow, name="budgets"), tmp_path) as run, pytest.raises(ValueError, match="have one budget"):
-        drive(run, pack(2), lambda params: replace(adapter_of(params), budget_tokens=BUDGET + params["learning_rate"]), Strategy(), tmp_path)
+        drive(run, pack(2), lambda params: replace(adapter_of(params), budget_tokens=BUDGET + params["learning_rate_level"]), Strategy(), tmp_path)
     with pytest.raises(ValueError, match="a sampler is one of"):
         search_of(SPACE, name="x", sampler="cmaes", sampler_seed=0, trials=1, slots=1)
 
@@ -188,16 +188,18 @@ def finishes(home):
     return [op["trial_id"] for op in map(json.loads, journal) if op["op_code"] == OP_FINISH]
 
 
-def test_a_search_paused_after_every_cycle_finds_what_an_unbroken_one_finds(tmp_path):
-    expected, pauses = searched(tmp_path / "unbroken", trials=16), 0
+@pytest.mark.parametrize("sampler", ["tpe", "gp"])  # both look at trials that run; GP at finished ones alone, so it needs some
+def test_a_search_paused_after_every_cycle_finds_what_an_unbroken_one_finds(tmp_path, sampler):
+    options = {"trials": 12, "sampler": sampler, "prune": PRUNE if sampler == "tpe" else NO_PRUNING, "slots": 3}
+    expected, pauses = searched(tmp_path / "unbroken", **options), 0
     while True:
         try:
-            found = searched(tmp_path / "broken", trials=16, pause=lambda: True)
+            found = searched(tmp_path / "broken", pause=lambda: True, **options)
             break
         except Pause:
             pauses += 1
     assert table(found) == table(expected) and pauses > 20
-    assert searched(tmp_path / "broken", trials=16).trials == found.trials  # a finished search is not searched again
+    assert searched(tmp_path / "broken", **options).trials == found.trials  # a finished search is not searched again
     assert not list((tmp_path / "broken").glob("*.npz"))
 
 

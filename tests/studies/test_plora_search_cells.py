@@ -24,7 +24,7 @@ from tests.contracts.test_executor import job
 from tests.studies.plora_grid import BUDGET, final_score, grid
 
 REPLAYED = {"sampler": "tpe", "arm": "packed+prune+refill", "trials": 24, "slots": [64] * 8, "looks": 8, "shares": [0.125, 0.25, 0.5], "eta": 2}
-LIVE = {"model": "tiny", "task": {"name": "synthetic", "rows": [64, 16, 16], "classes": 4}, "tokens": 12, "budget_tokens": 600, "sampler": "tpe", "arm": "packed+prune+refill", "trials": 5,
+LIVE = {"model": "tiny", "task": {"name": "synthetic", "rows": [64, 16, 16], "classes": 4}, "tokens": 12, "budget_tokens": 400, "sampler": "tpe", "arm": "packed+prune+refill", "trials": 5,
         "space": {"learning_rate": {"low": 1e-3, "high": 5e-2, "log": True}, "rank": [4, 8], "batch": [1, 2], "alpha_ratio": 2.0}, "slots": [8, 8, 4], "looks": 6, "shares": [0.25, 0.5], "eta": 2}  # fmt: skip
 KILL_AFTER = 4  # events in the log
 
@@ -118,8 +118,9 @@ def test_a_grid_with_a_hole_is_no_space():
 
 def test_a_space_is_read_from_json():
     space = space_from({"learning_rate": {"low": 1e-5, "high": 1e-3, "log": True}, "rank": [8, 16], "batch": 4, "alpha_ratio": 2.0, "schedule": ["linear", "cosine"]})
+    assert space.distributions().keys() == {"learning_rate", "rank_level", "schedule"}
     assert space.axes == {"learning_rate": Float(low=1e-5, high=1e-3, log=True), "rank": Levels(values=(8, 16)), "schedule": Choice(options=("linear", "cosine"))}
-    adapter = space.adapter({"learning_rate": 1e-4, "rank": 1, "schedule": "cosine"}, budget_tokens=10, seed=3)
+    adapter = space.adapter({"learning_rate": 1e-4, "rank_level": 1, "schedule": "cosine"}, budget_tokens=10, seed=3)
     assert (adapter.rank, adapter.alpha, adapter.batch, adapter.schedule, adapter.seed) == (16, 32.0, 4, "cosine", 3)
 
 

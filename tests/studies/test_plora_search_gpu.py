@@ -124,7 +124,7 @@ def test_refilling_a_slot_captures_nothing_and_allocates_nothing(base, task):
 
 def test_a_diverging_adapter_is_ended_and_its_neighbours_go_on(tmp_path, base, task):
     """A learning rate of 1e30 makes its weights infinite or NaN at once; all others end with finite scores and losses."""
-    wild = lambda params: replace(adapter_of(params), learning_rate=1e30 if params["batch"] == 0 else params["learning_rate"], warmup=0.0, clip=float("inf"))  # noqa: E731
+    wild = lambda params: replace(adapter_of(params), learning_rate=1e30 if params["batch_level"] == 0 else params["learning_rate"], warmup=0.0, clip=float("inf"))  # noqa: E731
     pack = pack_of(base, task)
     search = search_of(SPACE, name="wild", sampler="random", sampler_seed=1, trials=TRIALS, slots=SLOTS)
     with SearchRun(search, tmp_path) as run:

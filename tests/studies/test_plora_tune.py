@@ -85,6 +85,9 @@ def test_every_finished_trial_has_a_folder_and_twins_share_it(tuned):
     for trial in tuned.trials:
         if trial.state == "COMPLETE":
             assert {p.name for p in tuned.folder(trial.number).iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+        else:
+            with pytest.raises(ValueError, match=f"got trial {trial.number}, which is PRUNED"):
+                tuned.folder(trial.number)
 
 
 def test_optuna_opens_the_journal_that_tuning_leaves(tuned):
@@ -103,7 +106,7 @@ def test_a_home_of_another_model_task_or_budget_is_another_search(tuned, model, 
 
 
 def view(**changes):
-    adapter = adapter_of({"learning_rate": 2, "rank": 1, "batch": 0, "alpha_ratio": 0})
+    adapter = adapter_of({"learning_rate_level": 2, "rank_level": 1, "batch_level": 0, "alpha_ratio_level": 0})
     live = {0: (7, Progress(adapter=adapter, tokens_seen=10_000, optimizer_steps=9, loss=1.25)), 2: (9, Progress(adapter=adapter, tokens_seen=0, optimizer_steps=0, loss=float("nan")))}
     return View(**{**dict(cycle=3, seconds=12.5, slots=3, live=live, scores={7: 0.5}, finished=1, pruned=4, refilled=5, trials=10, budget=24, best=(2, 0.75), repeating=False), **changes})
 

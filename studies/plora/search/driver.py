@@ -34,7 +34,7 @@ __all__ = ["FLAGS", "Found", "Searched", "Strategy", "View", "drive", "search_of
 FLAGS: Mapping[str, dict[str, Any]] = {
     "random": {},
     "tpe": {"constant_liar": True, "group": False, "multivariate": True, "n_ei_candidates": 24, "n_startup_trials": 10},
-    "gp": {"deterministic_objective": False, "n_startup_trials": 10},  # it learns from finished and running trials, not from pruned ones
+    "gp": {"deterministic_objective": False, "n_startup_trials": 5},  # it learns from finished and running trials, not from pruned ones
 }
 
 
@@ -53,7 +53,7 @@ class Strategy:
     prune: Halving = field(default_factory=Halving)
     refill: bool = True
     micro_steps: int = 32
-    checkpoint_s: float = 60.0  # a crash loses at most so many seconds of training
+    checkpoint_s: float = 60.0  # a crash loses at most so many seconds of training, or ten times what a checkpoint takes, if that is more
 
     def __post_init__(self) -> None:
         if self.micro_steps < 1 or self.checkpoint_s < 0:
@@ -150,6 +150,7 @@ class _Drive:
     progress: list[tuple[float, float]] = field(default_factory=list)
     best: tuple[int, float] | None = None
     saved_at: float = field(default_factory=time.monotonic)
+    saving_s: float = 0.0  # what the last checkpoint took
 
     # ------------------------------------------------------------ the loop
 
@@ -165,7 +166,7 @@ class _Drive:
             if self.pause():
                 self._save()
                 raise Pause
-            if time.monotonic() - self.saved_at >= self.strategy.checkpoint_s:
+            if time.monotonic() - self.saved_at >= max(self.strategy.checkpoint_s, 10 * self.saving_s):
                 self._save()
         self.state_path.unlink(missing_ok=True)  # the pack is empty
         return self._found()
@@ -343,9 +344,11 @@ class _Drive:
         return empty
 
     def _save(self) -> None:
+        start = time.monotonic()
         if self.placed:
             save_state(self.state_path, {"cycle": self.cycle, "pack": self.pack.state()})
         self.saved_at = time.monotonic()
+        self.saving_s = self.saved_at - start
 
     # ------------------------------------------------------------ showing
 

@@ -2,10 +2,11 @@
 
     space = Space(axes={"learning_rate": Float(low=2e-5, high=4e-4, log=True), "rank": Levels(values=(8, 16, 32)), "batch": Choice(options=(1, 4))},
                   fixed={"alpha_ratio": 2.0})
-    adapter = space.adapter({"learning_rate": 1e-4, "rank": 2, "batch": 4}, budget_tokens=100_000, seed=0)      # rank 32, alpha 64
+    adapter = space.adapter({"learning_rate": 1e-4, "rank_level": 2, "batch": 4}, budget_tokens=100_000, seed=0)      # rank 32, alpha 64
 
 Axes are fields of an AdapterConfig; `alpha_ratio` (alpha over rank) stands for alpha, because a rank changes what an alpha means.
-`Levels` is an ordered list: the sampler sees the place in it, so that it learns from neighbours, which a Choice does not let it.
+`Levels` is an ordered list: the sampler sees the place in it, as a parameter `<name>_level`, so that it learns from neighbours, which a Choice
+does not let it.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ class Space:
         if not self.axes:
             raise ValueError(f"a space searches at least one axis, got fixed={dict(self.fixed)} alone; move one to axes")
         for corner in (0, -1):  # a bad end is found now, not after an hour
-            self.adapter({name: _end(axis, corner) for name, axis in self.axes.items()}, budget_tokens=1, seed=0)
+            self.adapter({_named(name, axis): _end(axis, corner) for name, axis in self.axes.items()}, budget_tokens=1, seed=0)
 
     def distributions(self) -> dict[str, Distribution]:
         """As suite.search takes it: levels are the places in their list."""
-        return {name: Int(low=0, high=len(axis.values) - 1) if isinstance(axis, Levels) else axis for name, axis in self.axes.items()}
+        return {_named(name, axis): Int(low=0, high=len(axis.values) - 1) if isinstance(axis, Levels) else axis for name, axis in self.axes.items()}
 
     def adapter(self, params: Mapping[str, Any], *, budget_tokens: int, seed: int) -> AdapterConfig:
         """The adapter that a proposal (`distributions`) stands for."""
-        picked = {name: self.axes[name].values[value] if isinstance(self.axes[name], Levels) else value for name, value in params.items()}
-        values = {**self.fixed, **picked}
+        picked = {name: params[_named(name, axis)] for name, axis in self.axes.items()}
+        values = {**self.fixed, **{n: self.axes[n].values[v] if isinstance(self.axes[n], Levels) else v for n, v in picked.items()}}
         return AdapterConfig(**{n: v for n, v in values.items() if n != "alpha_ratio"}, alpha=values["alpha_ratio"] * values["rank"], budget_tokens=budget_tokens, seed=seed)
 
     @property
@@ -69,6 +70,11 @@ class Space:
         if axis is None:
             return self.fixed["rank"]
         return max(axis.options if isinstance(axis, Choice) else axis.values if isinstance(axis, Levels) else (axis.high,))
+
+
+def _named(name: str, axis: Distribution | Levels) -> str:
+    """What Optuna calls the axis: a place in a list must not look like its value."""
+    return f"{name}_level" if isinstance(axis, Levels) else name
 
 
 def _end(axis: Distribution | Levels, corner: int) -> Any:

@@ -60,8 +60,10 @@ class Tuned:
 
     def folder(self, number: int) -> Path:
         """A finished trial's adapter: adapter_config.json and adapter_model.safetensors, for peft.PeftModel.from_pretrained."""
-        twin = self.found.trials_by_number[number].twin_of
-        return _folder(self.home, number if twin is None else twin)
+        trial = self.found.trials_by_number[number]
+        if trial.state != "COMPLETE":
+            raise ValueError(f"adapters of finished trials are kept, got trial {number}, which is {trial.state}; take one of {[t.number for t in self.trials if t.state == 'COMPLETE']}")
+        return _folder(self.home, number if trial.twin_of is None else trial.twin_of)
 
 
 def tune(
