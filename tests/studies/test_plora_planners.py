@@ -45,7 +45,7 @@ def drawn(seed: int, count: int) -> tuple[AdapterConfig, ...]:
 
 
 def asked(adapters, gpus=1, limit=24e9, tokens=512, **more) -> Instance:
-    work = Work(adapters=tuple(adapters), tokens=tokens, real_tokens=150.0 if tokens == 512 else 60.0, most_rows=4)
+    work = Work(adapters=tuple(adapters), tokens=tokens, real_tokens={512: 150.0, 128: 60.0, 32: 30.0}[tokens], most_rows=4)
     return Instance(work=work, gpus=gpus, models={1: MODEL}, bytes_of=bytes_of, limit_bytes=round(limit), **more)
 
 
@@ -126,8 +126,9 @@ def test_divisions_are_bells_number_of_partitions():
 
 
 def test_chunks_are_the_best_cut_on_one_gpu_and_never_lose_to_no_packing():
-    for seed in range(4):
-        instance = asked(drawn(20 + seed, 7))
+    sizes: list[int] = []
+    for seed, tokens in ((20, 512), (21, 512), (22, 32), (23, 32)):
+        instance = asked(drawn(seed, 7), limit=60e9, tokens=tokens)
         order = sorted(range(7), key=lambda i: (-instance.work.micro_steps(i), -instance.work.adapters[i].rank, i))
         best = math.inf
         for marks in itertools.product((False, True), repeat=6):
@@ -136,6 +137,8 @@ def test_chunks_are_the_best_cut_on_one_gpu_and_never_lose_to_no_packing():
             if all(map(instance.fits, packs)):
                 best = min(best, sum(instance.job(p).seconds for p in packs))
         assert chunks(instance).makespan_s == pytest.approx(best, rel=ROUNDING)
+        sizes += [len(p.job.adapters) for p in chunks(instance).placed]
+    assert {1, 2} < set(sizes)  # the cuts of some are not pairs alone
     for gpus in (1, 8, 64):
         instance = asked(paper_configurations(budget_tokens=20_000), gpus, 40e9, tokens=128)
         assert chunks(instance).makespan_s <= sequential(instance).makespan_s * (1 + ROUNDING)
@@ -228,6 +231,15 @@ def test_equal_adapters_fill_equal_slots_without_a_tail():
     four, five = (refilled(work, replace(work.shape((0,)), slots=(SlotShape(rank=16, rows=2),) * k), gpus=1) for k in (4, 5))
     assert (four.steps, four.idle_share) == (3 * 50, 0.0)
     assert five.steps == 3 * 50 and five.idle_share == pytest.approx(1 - 12 / 15)  # twelve in five slots last as long as in four
+
+
+def test_long_adapters_start_first_and_rows_divide_batches():
+    sizes = [600, 600, 600, 600, 1800]
+    work = Work(adapters=tuple(AdapterConfig(rank=16, alpha=16, learning_rate=1e-4, batch=4, budget_tokens=n) for n in sizes), tokens=128, real_tokens=60.0)
+    found = refilled(work, replace(work.shape((0,)), slots=(SlotShape(rank=16), SlotShape(rank=16))), gpus=1)
+    assert found.order == (((4, 3), (0, 1, 2)),) and found.steps == 40  # 30 and 10 steps beside three times 10
+    assert takes(SlotShape(rank=16, rows=2), work.adapters[0]) and takes(SlotShape(rank=128, rows=4), work.adapters[0])
+    assert not takes(SlotShape(rank=8, rows=2), work.adapters[0]) and not takes(SlotShape(rank=16, rows=3), work.adapters[0])
 
 
 def test_refilling_beats_jobs_that_wait_for_their_slowest():

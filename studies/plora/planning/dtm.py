@@ -54,9 +54,10 @@ def dtm(instance: Instance) -> Schedule:
 
 def densest(instance: Instance, kinds: Kinds, degree: int = 1) -> tuple[SlotShape, ...]:
     """Slots of greatest (sum of ranks) / (seconds of a micro-step) on `degree` GPUs; none where nothing fits."""
-    found = [_densest_of(instance, kinds, degree, widest) for widest in sorted({s.rank for s, _ in kinds})]
-    model = instance.models[degree]
-    return max((f for f in found if f), key=lambda slots: _ratio(instance, model, slots), default=())
+    best: tuple[SlotShape, ...] = ()
+    for widest in sorted({s.rank for s, _ in kinds}, reverse=True):
+        best = _denser(instance, kinds, degree, widest, best)
+    return best
 
 
 @dataclass
@@ -81,8 +82,8 @@ class _Planner:
         return best
 
 
-def _densest_of(instance: Instance, kinds: Kinds, degree: int, widest: int) -> tuple[SlotShape, ...]:
-    """As `densest`, of adapters no wider than `widest`, memory counted as if one were so wide."""
+def _denser(instance: Instance, kinds: Kinds, degree: int, widest: int, taken: tuple[SlotShape, ...]) -> tuple[SlotShape, ...]:
+    """As `densest`, of adapters no wider than `widest`, memory counted as if one were so wide; `taken` where nothing is better than that."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     model, tokens = instance.models[degree], instance.work.tokens
@@ -92,7 +93,7 @@ def _densest_of(instance: Instance, kinds: Kinds, degree: int, widest: int) -> t
     own_s = np.array([features(PackShape(tokens=tokens, slots=(s,)))[1:] @ model.coefficients[1:] for s in slots])
     ranks = np.array([s.rank for s in slots], float)
     if room < own_bytes.min():
-        return ()
+        return taken
     unit_s = model.floor_s or model.fixed_s + own_s.max()  # the solver's tolerances are absolute: numbers near 1
     n = len(slots)
     constraints = [
@@ -101,12 +102,12 @@ def _densest_of(instance: Instance, kinds: Kinds, degree: int, widest: int) -> t
         LinearConstraint(np.append(own_s, -unit_s) / unit_s, -np.inf, -model.fixed_s / unit_s),
     ]
     bounds = Bounds(np.append(np.zeros(n), model.floor_s / unit_s), np.append(np.array(counts, float), np.inf))
-    rate, taken = 0.0, ()
+    rate = _ratio(instance, model, taken) if taken else 0.0
     for _ in range(ROUNDS):
         goal = np.append(-ranks, rate * unit_s) / ranks.max()
         found = milp(goal, integrality=np.append(np.ones(n), 0), bounds=bounds, constraints=constraints, options={"mip_rel_gap": 0.0})
         if not found.success:
-            return ()
+            return taken
         chosen = tuple(s for s, x in zip(slots, found.x[:-1], strict=True) for _ in range(round(x)))
         better = _ratio(instance, model, chosen)
         if better <= rate * (1 + CONVERGED):
