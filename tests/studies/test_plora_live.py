@@ -212,6 +212,13 @@ def test_two_ranks_share_the_work_and_neither_gets_much_more():
     assert max(loads) - min(loads) <= 1.0  # list scheduling: no more than the longest job
 
 
+def test_packs_of_two_ranks_take_whole_tasks_where_they_can():
+    work = [(i % 2, a) for i, a in enumerate(chosen(12, BUDGET, 0))]
+    parts = [of_makespan._whole_tasks(work, 2, rank, 2) for rank in range(2)]
+    assert [{task for task, _ in part} for part in parts] == [{0}, {1}] and [len(part) for part in parts] == [6, 6]
+    assert of_makespan._whole_tasks(work, 2, 0, 1) == work and of_makespan._whole_tasks(work, 3, 0, 2) == []
+
+
 def test_a_makespan_of_two_ranks_is_the_slower_s_and_all_adapters_are_paired():
     look = lambda x: Evaluation(tokens_seen=10, score=x, loss=0.0)  # noqa: E731
     packed = [of_makespan.Arm(wall_s=5.0, built_s=1.0, tokens=60, sequences=3, scores={"a": look(0.5)}), of_makespan.Arm(wall_s=4.0, built_s=0.5, tokens=40, sequences=2, scores={"b": look(0.75), "c": look(math.nan)})]

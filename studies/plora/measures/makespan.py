@@ -5,7 +5,7 @@
     same_adapters(ctx, model="smollm2", task={...}, tokens=48, configurations=8, budget_tokens=4_000)
 
 Both arms stand in one cell: the ratio is read inside one bundle. Work is PLoRA's 120 configurations (studies.plora.planning.design), divided evenly among
-the tasks and then among the ranks of the cell. A packed arm keeps slots of fixed capacities and gives a free one to the next adapter it holds; the
+the tasks, then among the ranks of the cell: by length for adapters alone, task by task for packs where there are as many. A packed arm keeps slots of fixed capacities and gives a free one to the next adapter it holds; the
 other arm (B1) trains adapters alone, each in a pack of its own rank that passes whole batches, captured in a CUDA graph, by the fastest of
 `single_paths` as timed here. Every adapter is evaluated once on the validation rows when it is done. Makespan: wall clock from the first admission to
 the last evaluation, of the slower rank. Adapters alone need a captured graph for each rank and batch, packs one in all; since a user could keep
@@ -17,6 +17,7 @@ pairs. `same_adapters` trains some in the deterministic mode, packed and alone, 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import statistics
 import time
@@ -65,14 +66,15 @@ class Arm:
 def makespan(
     ctx: Context, *, model: str, tasks: Sequence[Mapping[str, Any]], tokens: int, configurations: int, budget_tokens: int, slots: int, chunk: int, single_paths: Sequence[str], path: str = "triton",
 ) -> Result:  # fmt: skip
-    """Metrics: makespan_s, sequential_s (walls), speedup (without building), speedup_wall, tokens_per_s (packed), padding_share (of the positions of rows), score_difference (packed less alone, mean) with
-    score_difference_low and _high, gpus, adapters, diverged.
+    """Metrics: makespan_s, sequential_s (walls), speedup (without building), speedup_wall, tokens_per_s (packed), padding_share (of the positions of rows),
+    score_difference (packed less alone, mean) with score_difference_low and _high, gpus, adapters, diverged.
     """
     work = [(i % len(tasks), adapter) for i, adapter in enumerate(chosen(configurations, budget_tokens, ctx.seed))]
     with _ranks(ctx) as together:
         settings = [setting_of(ctx, model=model, task=task, tokens=tokens) for task in tasks]
         mine = _share(work, ctx.rank, ctx.world_size)
-        packed = _arm(settings, mine, lambda setting, adapters, arm: _packed(setting, adapters, arm, slots=slots, chunk=chunk, path=path), together)
+        packs = _whole_tasks(work, len(tasks), ctx.rank, ctx.world_size) or mine
+        packed = _arm(settings, packs, lambda setting, adapters, arm: _packed(setting, adapters, arm, slots=slots, chunk=chunk, path=path), together)
         fastest = together(_fastest(settings[0], mine[0][1], single_paths))[0]
         alone = _arm(settings, mine, lambda setting, adapters, arm: _alone(setting, adapters, arm, path=fastest, chunk=chunk), together)
         every = together((packed, alone))
@@ -88,6 +90,11 @@ def _share(work: Sequence[tuple[int, AdapterConfig]], rank: int, ranks: int) -> 
         parts[least].append((task, adapter))
         loads[least] += 1.0 / adapter.batch
     return parts[rank]
+
+
+def _whole_tasks(work: Sequence[tuple[int, AdapterConfig]], tasks: int, rank: int, ranks: int) -> list[tuple[int, AdapterConfig]]:
+    """This rank's part where ranks share tasks evenly: a pack reads one task, and an adapter of batch 1 sets how long it lasts, however few it holds."""
+    return [] if tasks % ranks else [(task, adapter) for task, adapter in work if task % ranks == rank]
 
 
 @contextmanager
@@ -119,6 +126,7 @@ def _arm(settings: Sequence[Setting], mine: Sequence[tuple[int, AdapterConfig]],
         if adapters := [adapter for task, adapter in mine if task == i]:
             train(setting, adapters, arm)
     arm.wall_s = time.perf_counter() - start  # every evaluation has ended on the device: its scores were read
+    gc.collect()  # packs refer to themselves by their captured functions
     return arm
 
 
