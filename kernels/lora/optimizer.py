@@ -174,7 +174,7 @@ class AdamState:
 
 def _starts(widths: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Where each matrix begins in a flat buffer, and the buffer's end."""
-    return [0, *accumulate(triton.cdiv(sum(ranks) * width, _ALIGN) * _ALIGN for width in widths)]
+    return [0, *accumulate(-(-sum(ranks) * width // _ALIGN) * _ALIGN for width in widths)]
 
 
 # ---- reference -----------------------------------------------------------------------------------------------------------------
