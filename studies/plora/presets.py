@@ -163,7 +163,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Searches:
-    """Arms and samplers; each pair with `seeds` seeds. slots: of a packed arm, each as wide as the widest rank. published: on the grid that was recorded on a GPU."""
+    """Arms and samplers; each pair with `seeds` seeds. slots: of a packed arm, each as wide as the widest rank."""
 
     arms: tuple[tuple[str, str], ...]  # sampler, arm
     trials: int
@@ -211,6 +211,7 @@ class Config:
     exactness: str = ""  # the model whose bits are compared, packed and alone
     grid: Grid | None = None
     replays: Searches | None = None
+    published: Searches | None = None  # instead of grid and replays, where a grid that a GPU recorded travels with the source
     live: tuple[tuple[Training, Searches], ...] = ()
     makespans: tuple[Makespan, ...] = ()
     quality: tuple[Quality, ...] = ()
@@ -220,7 +221,7 @@ class Config:
 
 ARMS = ("sequential", "sequential+prune", "packed", "packed+prune", "packed+prune+refill")
 BANKING = Training(model="smollm2", task="banking77", rows=(None, 400, 1000), tokens=48, budget_tokens=60_000)
-TINY = Training(model="tiny", task="synthetic", rows=(256, 32, 64), tokens=12, budget_tokens=2_000, classes=4, device="cpu")
+TINY = Training(model="tiny", task="synthetic", rows=(256, 32, 64), tokens=12, budget_tokens=2_000, classes=6, device="cpu")
 REPLAYED = (*(("tpe", arm) for arm in ARMS), *(("random", arm) for arm in ARMS), ("gp", "sequential+prune"), ("gp", "packed+prune+refill"))
 PRUNED_TRIALS = 64  # of the searches behind a claim
 
@@ -231,9 +232,10 @@ def smoke() -> Config:
 
 def cpu() -> Config:
     grid = Grid(training=TINY, learning_rates=(1e-3, 4e-3, 1.6e-2, 6.4e-2), ranks=(4, 8), batches=(1, 4), alpha_ratios=(2.0,), seeds=2, looks=8, slots=8)
-    replays = Searches(arms=tuple((sampler, arm) for sampler in ("tpe", "random") for arm in ARMS), trials=12, slots=4, seeds=3, looks=8)
+    tpe = tuple(("tpe", arm) for arm in ARMS)
+    replays, published = Searches(arms=tpe, trials=12, slots=4, seeds=3, looks=8), Searches(arms=tpe, trials=PRUNED_TRIALS, slots=16, seeds=3)
     live = Searches(arms=(("tpe", "packed+prune+refill"), ("tpe", "sequential+prune")), trials=12, slots=4, seeds=1, looks=8)
-    return Config(planning=(Planning(model="3b", timed=False),), exactness="tiny", grid=grid, replays=replays, live=((TINY, live),), pruners=True)
+    return Config(planning=(Planning(model="3b", timed=False),), exactness="tiny", grid=grid, replays=replays, published=published, live=((TINY, live),), pruners=True)
 
 
 def gpu() -> Config:

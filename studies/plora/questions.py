@@ -8,14 +8,15 @@ each is a process start. Importing it imports neither torch nor kernels: plannin
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from studies.plora.presets import HEADLINE, Baselines, Config, Grid, Kernels, Ladder, Makespan, PaperMakespan, Planning, Quality, Saturation, Searches, Surface, Training, answers
 from suite.cell import Cell, Needs
-from suite.identity import ROOT, module_path
+from suite.identity import ROOT, module_path, sha256_file
 
 STUDY, HERE = "plora", "studies.plora"
 CONTEST = {"rounds": 5, "launches": 2, "warmup_s": 1.0}
@@ -23,7 +24,8 @@ REAL_TOKENS = {"gsm8k": 190.4, "mrpc": 65.8}  # mean of studies.plora.data.lengt
 PADDED_TOKENS = {"gsm8k": 512, "mrpc": 128}  # 5 of 7,473 rows and 1 of 4,076 are longer
 MODEL_ASSETS = ("smollm2-135m-instruct", "smollm2-135m-instruct-bf16")
 TASK_ASSETS = {"banking77": ("banking77-train", "banking77-test"), "clinc150": ("clinc150",), "svamp": ("mawps-asdiv", "svamp")}  # of studies.plora.data.sets, which imports torch
-STEP_ANSWERS = 16  # answer tokens of every composition of a table, whatever its length: a cost model has no term for them
+STEP_ANSWERS = 16  # studies.plora.measures.tables.ANSWER_TOKENS
+STEPS = {"rounds": 5, "launches": 4, "warmup_s": 0.2}
 
 
 def questions(config: Config) -> list[Cell]:
@@ -36,9 +38,7 @@ def questions(config: Config) -> list[Cell]:
     out += [cell for p in config.planning for cell in _planning(p)]
     out += _makespans(config.makespan) if config.makespan else []
     out += _exactness(config.exactness) if config.exactness else []
-    recorded = _grid(config.grid) if config.grid else {}
-    out += recorded.values()
-    out += _replays(config.replays, config.grid, recorded) if config.replays and config.grid else []
+    out += _searches(config.grid, config.replays, config.published)
     out += [cell for training, s in config.live for cell in _live(training, s)]
     out += [cell for m in config.makespans for cell in _live_makespan(m)]
     out += [cell for q in config.quality for cell in _quality(q)]
@@ -117,74 +117,47 @@ def _baselines(b: Baselines) -> list[Cell]:
 
 def _planning(p: Planning) -> list[Cell]:
     """The tables of step times, the cost and memory models on them, planners' regret on measured times of every plan, gaps and clusters by the model."""
-    from studies.plora.planning.cases import cases, to_time
-    from studies.plora.planning.design import shape_json, spread
-
-    sizes = {"config": _config(p.model), "answer_tokens": STEP_ANSWERS}
-    asked = cases(tokens=PADDED_TOKENS["gsm8k"], real_tokens=REAL_TOKENS["gsm8k"], budget_tokens=40_000)
-    problems = sizes | {"cases": [c.to_json() for c in asked]}
-    at = sizes | {"tokens": PADDED_TOKENS["gsm8k"], "real_tokens": REAL_TOKENS["gsm8k"], "budget_tokens": 90_000, "gpus": [8, 64], "limit_bytes": 40 * 10**9}
-    out, known = [], {}
+    problem = {"tokens": PADDED_TOKENS["gsm8k"], "real_tokens": REAL_TOKENS["gsm8k"], "budget_tokens": 40_000}
+    known, out = {}, []
     if p.timed:
-        shapes = [shape_json(x) for x in spread(p.fit + p.holdout, tokens=p.tokens, most_tokens=p.most)]
-        tables = {role: step_times(p.model, part, f"time steps {p.model} {role}") for role, part in (("fit", shapes[: p.fit]), ("holdout", shapes[p.fit :]))}
-        known = {"model": _plan("cost_model", {}, f"cost model {p.model}", **tables), "memory": _plan("memory_model", sizes, f"memory model {p.model}", **tables)}
+        spread = {role: {"spread": {"first": first, "count": count, "tokens": list(p.tokens), "most_tokens": p.most}} for role, first, count in (("fit", 0, p.fit), ("holdout", p.fit, p.holdout))}
+        tables = {role: step_times(p.model, table, f"time steps {p.model} {role}") for role, table in spread.items()}
+        known = {"model": _plan("cost_model", {}, f"cost model {p.model}", **tables), "memory": _plan("memory_model", {"model": p.model}, f"memory model {p.model}", **tables)}
         out += [*tables.values(), *known.values(), *([_largest(p.model, *p.largest, known["memory"])] if p.largest else [])]
         if p.regret:
-            table = step_times(p.model, [shape_json(x) for x in to_time(asked, _bytes_of(p.model))], f"time steps {p.model} plans")
-            out += [table, _plan("regret", problems, f"planners' regret {p.model}", times=table, **known)]
-    out += [_plan("gaps", problems, f"planners' gaps {'' if p.timed else 'by assumed times '}{p.model}", **known)] if p.gaps else []
-    return out + ([_plan("clusters", at, f"clusters {'' if p.timed else 'by assumed times '}{p.model}", **known)] if p.clusters else [])
+            table = step_times(p.model, {"plans": problem}, f"time steps {p.model} plans")
+            out += [table, _plan("regret", {"model": p.model, "problem": problem}, f"planners' regret {p.model}", times=table, **known)]
+    named = p.model if p.timed else f"by assumed times {p.model}"
+    out += [_plan("gaps", {"model": p.model, "problem": problem}, f"planners' gaps {named}", **known)] if p.gaps else []
+    cluster = {"model": p.model, **problem, "budget_tokens": 90_000, "gpus": [8, 64], "limit_bytes": 40 * 10**9}
+    return out + ([_plan("clusters", cluster, f"clusters {named}", **known)] if p.clusters else [])
 
 
 def _makespans(m: PaperMakespan) -> list[Cell]:
     """A cell for each kind of rows, with the tables that it reads: packs, single captured adapters, and single ones in eager PEFT."""
-    from studies.plora.planning.continuous import candidates
-    from studies.plora.planning.design import PAPER_BATCHES, PAPER_RANKS, paper_configurations, shape_json
-    from studies.plora.planning.work import Work
-
     out = []
     for name in m.lengths:
-        tokens, real = PADDED_TOKENS[name], REAL_TOKENS[name]
-        work, bytes_of = Work(adapters=paper_configurations(budget_tokens=m.budget_tokens), tokens=tokens, real_tokens=real), _bytes_of(m.model)
-        fits = lambda s: bytes_of(s) <= m.limit_bytes and s.tokens * sum(x.rows for x in s.slots) <= m.most_tokens  # noqa: B023, E731
-        packed = step_times(m.model, [shape_json(s) for s in candidates(work, gpus=m.gpus, fits=fits)], f"time steps {m.model} {name} packs")
-        alone = [{"tokens": tokens, "slots": [[r, n]]} for r in PAPER_RANKS for n in PAPER_BATCHES if tokens * n <= m.most_tokens]
-        inputs = {"packed": packed, "graphed": step_times(m.model, alone, f"time steps {m.model} {name} single captured")}
-        inputs["eager"] = _timing("measures.baselines:peft_step_times", {"model": m.model, "shapes": alone, "answer_tokens": STEP_ANSWERS, "rounds": 3, "launches": 2, "warmup_s": 0.2}, f"time steps {m.model} {name} eager PEFT")
-        at = {"tokens": tokens, "real_tokens": real, "budget_tokens": m.budget_tokens, "gpus": m.gpus, "limit_bytes": m.limit_bytes, "answer_tokens": STEP_ANSWERS}
-        out += [*inputs.values(), _plan("makespan", {"config": _config(m.model)} | at, f"makespan of the paper, {m.model} {name}", **inputs)]
+        tokens, named = PADDED_TOKENS[name], f"{m.model} {name}"
+        at = {"tokens": tokens, "real_tokens": REAL_TOKENS[name], "budget_tokens": m.budget_tokens, "gpus": m.gpus, "limit_bytes": m.limit_bytes}
+        alone = {"alone": {"tokens": tokens, "most_tokens": m.most_tokens}}
+        packed = step_times(m.model, {"packs": at | {"most_tokens": m.most_tokens}}, f"time steps {named} packs")
+        inputs = {"packed": packed, "graphed": step_times(m.model, alone, f"time steps {named} single captured"),
+                  "eager": _timing("measures.baselines:peft_step_times", {"model": m.model, "table": alone, **STEPS}, f"time steps {named} eager PEFT")}  # fmt: skip
+        out += [*inputs.values(), _plan("makespan", {"model": m.model} | at, f"makespan of the paper, {named}", **inputs)]
     return out
 
 
-def step_times(model: str, shapes: list[dict], label: str) -> Cell:
-    return _timing("cells.throughput:step_times", {"model": model, "shapes": shapes, "answer_tokens": STEP_ANSWERS, "rounds": 5, "launches": 4, "warmup_s": 0.2}, label)
+def step_times(model: str, table: dict[str, Any], label: str) -> Cell:
+    return _timing("cells.throughput:step_times", {"model": model, "table": table, **STEPS}, label)
 
 
 def _largest(model: str, tokens: int, rank: int, memory: Cell) -> Cell:
-    from studies.plora.planning.cases import CAPS_BYTES
-
-    params = {"model": model, "tokens": tokens, "rank": rank, "rows": 1, "limits_bytes": list(CAPS_BYTES), "answer_tokens": STEP_ANSWERS}
+    params = {"model": model, "tokens": tokens, "rank": rank, "rows": 1, "limits_bytes": [24 * 10**9, 40 * 10**9], "answer_tokens": STEP_ANSWERS}
     return _timing("cells.throughput:largest", params, f"memory {model} T={tokens} r={rank}", inputs={"memory": memory})
 
 
 def _plan(function: str, params: dict[str, Any], label: str, **inputs: Cell) -> Cell:
     return Cell(study=STUDY, measure=f"{HERE}.cells.planning:{function}", params=params, label=label, inputs=inputs, needs=Needs(memory_gib=1, packages=("scipy",)))
-
-
-def _config(model: str) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from studies.plora.engine.shapes import SHAPES
-
-    return asdict(SHAPES[model])
-
-
-def _bytes_of(model: str) -> Callable:
-    from studies.plora.engine.shapes import SHAPES
-    from studies.plora.planning.memory import predict
-
-    return lambda shape: predict(SHAPES[model], shape, answer_tokens=STEP_ANSWERS).total
 
 
 # ---- training ------------------------------------------------------------------------------------------------------------------
@@ -207,21 +180,47 @@ def _grid(g: Grid) -> dict[str, Cell]:
     return {"grid": curves, "times": times}
 
 
-def _replays(s: Searches, g: Grid, recorded: dict[str, Cell]) -> list[Cell]:
-    params = {"trials": s.trials, "slots": [max(g.ranks)] * s.slots, "looks": s.looks, "shares": list(s.shares), "eta": s.eta}
-    return [
-        Cell(study=STUDY, measure=f"{HERE}.cells.search:replayed", params={"sampler": sampler, "arm": arm, **params}, seed=seed, inputs=recorded, label=f"replay {sampler} {arm} seed {seed}",
-             needs=Needs(memory_gib=1, packages=("optuna",)))
-        for seed in range(1, s.seeds + 1) for sampler, arm in s.arms
-    ]  # fmt: skip
+def _searches(g: Grid | None, s: Searches | None, published: Searches | None) -> list[Cell]:
+    """The grid and searches replayed on it; where a grid that a GPU recorded is published, searches of `published` on that one instead."""
+    found = newest_published() if published else {}
+    if found:
+        params = _search_params(published, max(found.pop("ranks"))) | found
+        return [_replay("replayed_published", params, f"replay published {sampler} {arm} seed {seed}", sampler, arm, seed, {}) for seed in range(1, published.seeds + 1) for sampler, arm in published.arms]
+    recorded = _grid(g) if g else {}
+    if not (s and g):
+        return list(recorded.values())
+    params = _search_params(s, max(g.ranks))
+    return [*recorded.values(), *(_replay("replayed", params, f"replay {sampler} {arm} seed {seed}", sampler, arm, seed, recorded) for seed in range(1, s.seeds + 1) for sampler, arm in s.arms)]
+
+
+def _search_params(s: Searches, widest: int) -> dict[str, Any]:
+    return {"trials": s.trials, "slots": [widest] * s.slots, "looks": s.looks, "shares": list(s.shares), "eta": s.eta}
+
+
+def _replay(function: str, params: dict[str, Any], label: str, sampler: str, arm: str, seed: int, inputs: dict[str, Cell]) -> Cell:
+    return Cell(study=STUDY, measure=f"{HERE}.cells.search:{function}", params={"sampler": sampler, "arm": arm, **params}, seed=seed, inputs=inputs, label=label, needs=Needs(memory_gib=1, packages=("optuna",)))
+
+
+def newest_published(root: Path = ROOT) -> dict[str, Any]:
+    """{"grid": bundle id, "times": bundle id, "ranks": of the grid} of what was recorded on a GPU and is published; {} where it is not."""
+    found = []
+    for path in (root / "reports" / "published" / STUDY).glob("*/*/bundle.json"):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["status"] == "OK" and data["environment"].get("gpu_model"):
+            found.append((data["started_at"], sha256_file(path), data["cell"]))
+    of = lambda name: sorted((at, id_, cell["params"]) for at, id_, cell in found if cell["measure"].endswith(f".cells.training:{name}"))  # noqa: E731
+    for _, grid, params in reversed(of("grid")):
+        times = [id_ for _, id_, p in of("pack_times") if all(p[k] == params[k] for k in ("model", "task", "tokens"))]
+        if times:
+            return {"grid": grid, "times": times[-1], "ranks": params["ranks"]}
+    return {}
 
 
 def _live(t: Training, s: Searches) -> list[Cell]:
     widest = 64 if t.model != "tiny" else 8
     space = {"learning_rate": {"low": 5e-5, "high": 5e-3, "log": True} if t.model != "tiny" else {"low": 1e-3, "high": 6.4e-2, "log": True},
              "rank": [8, 16, 32, 64] if t.model != "tiny" else [4, 8], "batch": [1, 2, 4, 8] if t.model != "tiny" else [1, 4], "alpha_ratio": [1.0, 4.0] if t.model != "tiny" else 2.0}  # fmt: skip
-    params = {"model": t.model, "task": t.spec, "tokens": t.tokens, "space": space, "budget_tokens": t.budget_tokens, "trials": s.trials, "slots": [widest] * s.slots, "looks": s.looks,
-              "shares": list(s.shares), "eta": s.eta}  # fmt: skip
+    params = {"model": t.model, "task": t.spec, "tokens": t.tokens, "space": space, "budget_tokens": t.budget_tokens} | _search_params(s, widest)
     out = []
     for seed in range(1, s.seeds + 1):
         for sampler, arm in s.arms:

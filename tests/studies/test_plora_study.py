@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import subprocess
 import sys
@@ -23,9 +24,9 @@ from studies.plora.data.sets import ASSETS
 from studies.plora.declared import kept
 from studies.plora.engine.shapes import SHAPES
 from studies.plora.measures import kernels as of_kernels
-from studies.plora.measures import throughput
+from studies.plora.measures import published, tables, throughput
 from studies.plora.study import STUDY
-from suite.identity import ROOT
+from suite.identity import ROOT, canonical_json, sha256_file
 from suite.measure import Context, Result
 
 REAL_TOKENS = 0.05
@@ -53,6 +54,12 @@ def test_cells_pass_exactly_what_their_functions_take():
         wanted = inspect.signature(function_of(cell.measure)).parameters
         needed = {n for n, p in wanted.items() if n != "ctx" and p.default is p.empty}
         assert needed <= set(cell.params) <= set(wanted), cell.label
+
+
+@pytest.mark.parametrize("name", sorted(CELLS))
+def test_parameters_are_short_enough_for_the_tracker(name):
+    long = {c.label: {k: len(canonical_json(v)) for k, v in c.params.items() if len(canonical_json(v)) > 6000} for c in CELLS[name]}
+    assert {k: v for k, v in long.items() if v} == {}
 
 
 def test_only_a_gpu_times_anything_and_alone():
@@ -108,6 +115,7 @@ def test_constants_are_those_of_the_data_and_the_measures():
     assert questions.REAL_TOKENS == {name: pytest.approx(float(lengths(name).mean()), abs=REAL_TOKENS) for name in questions.REAL_TOKENS}
     assert all((lengths(name) > tokens).mean() < 1e-3 for name, tokens in questions.PADDED_TOKENS.items())
     assert questions.TASK_ASSETS.items() <= ASSETS.items()
+    assert questions.STEP_ANSWERS == tables.ANSWER_TOKENS
     assert presets.RUNGS == tuple(throughput.LADDER) and (presets.SINGLES, presets.OURS) == (throughput.SINGLES, throughput.OURS)
     assert {*presets.MODELS, "smollm2", "tiny"} <= set(SHAPES)
 
@@ -162,3 +170,49 @@ def test_a_cell_on_a_cpu_has_one_thread_and_leaves_the_others_as_they_were():
         assert seen == [1, 2] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+# ---- a published grid ----------------------------------------------------------------------------------------------------------
+
+
+def publish(root, name: str, params: dict, payload: str, value, *, gpu: str = "NVIDIA H200", at: str = "2026-12-01") -> str:
+    """A bundle under root/reports/published, as suite publish leaves it; returns its id."""
+    folder = root / "reports" / "published" / "plora" / "h200" / f"{name}-{at}"
+    folder.mkdir(parents=True)
+    (folder / payload).write_text(json.dumps(value))
+    body = {"status": "OK", "environment": {"gpu_model": gpu}, "started_at": at, "cell": {"measure": f"studies.plora.cells.training:{name}", "params": params},
+            "files": {payload: {"sha256": sha256_file(folder / payload)}}}  # fmt: skip
+    (folder / "bundle.json").write_text(json.dumps(body))
+    return sha256_file(folder / "bundle.json")
+
+
+AT = {"model": "smollm2", "task": {"name": "banking77"}, "tokens": 48}
+
+
+def test_the_newest_published_grid_is_taken_with_its_own_step_times(tmp_path):
+    assert questions.newest_published(tmp_path) == {}
+    publish(tmp_path, "grid", AT | {"ranks": [8]}, "curves.json", [], gpu="")
+    assert questions.newest_published(tmp_path) == {}, "recorded on a CPU"
+    publish(tmp_path, "grid", AT | {"ranks": [8], "tokens": 64}, "curves.json", [], at="2026-12-03")
+    grid = publish(tmp_path, "grid", AT | {"ranks": [8, 64]}, "curves.json", [], at="2026-12-02")
+    times = publish(tmp_path, "pack_times", AT, "times.json", {})
+    assert questions.newest_published(tmp_path) == {"grid": grid, "times": times, "ranks": [8, 64]}, "the newer grid has no step times"
+
+
+def test_a_laptop_replays_the_published_grid_instead_of_recording_its_own(monkeypatch):
+    monkeypatch.setattr(questions, "newest_published", lambda: {"grid": "a" * 64, "times": "b" * 64, "ranks": [8, 64]})
+    cells = questions.questions(presets.cpu())
+    replays = [c for c in cells if c.label.startswith("replay ")]
+    assert not any(c.measure.endswith((":grid", ":pack_times", ":replayed")) for c in cells) and len(replays) == 15
+    assert {c.params["grid"] for c in replays} == {"a" * 64} and all(c.params["slots"] == [64] * 16 and not c.inputs for c in replays)
+
+
+def test_a_published_bundle_is_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(published, "PUBLISHED", tmp_path / "reports" / "published" / "plora")
+    id_ = publish(tmp_path, "grid", AT, "curves.json", [1, 2])
+    assert json.loads((published.folder_of(id_, "curves.json") / "curves.json").read_text()) == [1, 2]
+    with pytest.raises(ValueError, match="got no ffff"):
+        published.folder_of("f" * 64, "curves.json")
+    (published.folder_of(id_, "curves.json") / "curves.json").write_text("[1, 3]")
+    with pytest.raises(ValueError, match="got another in"):
+        published.folder_of(id_, "curves.json")

@@ -7,6 +7,7 @@ Tolerances:
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -21,9 +22,11 @@ from studies.plora.measures import kernels as of_kernels
 from studies.plora.measures import memory as of_memory
 from studies.plora.measures import saturation as of_saturation
 from studies.plora.measures import step_times as of_steps
-from studies.plora.measures import throughput
+from studies.plora.measures import tables, throughput
 from studies.plora.measures.flops import linear_elements, peak_flops, step_flops
 from studies.plora.measures.subjects import STEPS, endless, rows_of, subject_of, uniform
+from studies.plora.planning.cases import Case
+from studies.plora.planning.design import shape_json
 from studies.plora.planning.memory import rank_row_elements
 from studies.plora.planning.time_model import StepTime
 from suite.measure import Context, Pause
@@ -215,14 +218,29 @@ def test_another_way_than_forward_and_backward_is_refused():
 
 # ---- tables --------------------------------------------------------------------------------------------------------------------
 
-SHAPES_ASKED = [{"tokens": 8, "slots": [[4, 1], [8, 2]]}, {"tokens": 4, "slots": [[4, 1]]}, {"tokens": 4, "slots": [[8, 1]]}]
-TABLE = {"model": "tiny", "answer_tokens": 2, **QUICK}
+SHAPES_ASKED = [{"tokens": 20, "slots": [[4, 1], [8, 2]]}, {"tokens": 18, "slots": [[4, 1]]}, {"tokens": 18, "slots": [[8, 1]]}]  # longer than their 16 answers
+TABLE = {"model": "tiny", **QUICK}
 
 
 def test_a_table_has_a_line_for_each_composition_that_planners_read(tmp_path):
-    found = of_steps.step_times(replace(CPU, state_dir=tmp_path), shapes=SHAPES_ASKED, **TABLE)
+    found = of_steps.step_times(replace(CPU, state_dir=tmp_path), table={"listed": SHAPES_ASKED}, **TABLE)
     lines = [StepTime.from_json(x) for x in found.records["step_times"]]
     assert [(p.shape.tokens, [[s.rank, s.rows] for s in p.shape.slots]) for p in lines] == [(s["tokens"], s["slots"]) for s in SHAPES_ASKED]
+
+
+def test_tables_are_named_by_a_few_numbers():
+    spread = lambda first, count: tables.shapes_of("3b", {"spread": {"first": first, "count": count, "tokens": [64, 128], "most_tokens": 4096}})  # noqa: E731
+    assert spread(0, 4) + spread(4, 3) == spread(0, 7) and len({json.dumps(s) for s in spread(0, 7)}) == 7, "a fit and its errors share no composition"
+    problem = {"tokens": 512, "real_tokens": 190.4, "budget_tokens": 40_000}
+    plans = {json.dumps(s) for s in tables.shapes_of("3b", {"plans": problem})}
+    cases = [Case.from_json(c) for c in tables.cases_of(problem)]
+    assert len(cases) >= 6 and all(json.dumps(shape_json(c.work.shape((i, j)))) in plans for c in cases for i in range(3) for j in range(i + 1, 4)), "a pair of a case is timed"
+    packs = tables.shapes_of("3b", {"packs": problem | {"gpus": 8, "limit_bytes": 120e9, "most_tokens": 8192}})
+    assert len(packs) > 10 and all(p["tokens"] * sum(n for _, n in p["slots"]) <= 8192 for p in packs)
+    alone = tables.shapes_of("3b", {"alone": {"tokens": 512, "most_tokens": 4096}})
+    assert {(r, n) for s in alone for r, n in s["slots"]} == {(r, n) for r in (8, 16, 32, 64, 128) for n in (1, 2, 4, 8)}
+    with pytest.raises(ValueError, match="a table is of one kind"):
+        tables.shapes_of("3b", {"all": {}})
 
 
 def test_a_table_goes_on_where_it_paused(tmp_path, monkeypatch):
@@ -232,11 +250,11 @@ def test_a_table_goes_on_where_it_paused(tmp_path, monkeypatch):
     for done in range(3):  # a deadline that has passed stops it before the next composition
         monkeypatch.setattr(Context, "time_is_up", lambda self, left=[False, True]: left.pop(0))
         with pytest.raises(Pause):
-            of_steps.step_times(first, shapes=[*SHAPES_ASKED, SHAPES_ASKED[0]], **TABLE)
+            of_steps.step_times(first, table={"listed": [*SHAPES_ASKED, SHAPES_ASKED[0]]}, **TABLE)
         assert len(timed) == done + 1
     monkeypatch.undo()
     monkeypatch.setattr(of_steps, "_timed", lambda ctx, subject, entry, **how: timed.append(entry) or {"seconds": 9.0, "noise_floor": 0.0})
-    found = of_steps.step_times(replace(CPU, state_dir=tmp_path), shapes=[*SHAPES_ASKED, SHAPES_ASKED[0]], **TABLE)
+    found = of_steps.step_times(replace(CPU, state_dir=tmp_path), table={"listed": [*SHAPES_ASKED, SHAPES_ASKED[0]]}, **TABLE)
     assert [x["seconds"] for x in found.records["step_times"]] == pytest.approx([0.1, 0.2, 0.3, 9.0]) and timed == [*SHAPES_ASKED, SHAPES_ASKED[0]]
 
 
@@ -246,10 +264,10 @@ def test_what_does_not_fit_is_refused_with_why_and_a_table_of_nothing_is_no_tabl
 
     whole = of_steps.Subject.pack
     monkeypatch.setattr(of_steps.Subject, "pack", lambda self, shape, **how: pack(self, shape) if len(shape.slots) > 1 else whole(self, shape, **how))
-    found = of_steps.step_times(replace(CPU, state_dir=tmp_path / "a"), shapes=SHAPES_ASKED, **TABLE)
+    found = of_steps.step_times(replace(CPU, state_dir=tmp_path / "a"), table={"listed": SHAPES_ASKED}, **TABLE)
     assert [x["why"] for x in found.records["refused"]] == ["CUDA out of memory. Tried to allocate"] and len(found.records["step_times"]) == 2
     with pytest.raises(ValueError, match="at least one time"):
-        of_steps.step_times(replace(CPU, state_dir=tmp_path / "b"), shapes=SHAPES_ASKED[:1], **TABLE)
+        of_steps.step_times(replace(CPU, state_dir=tmp_path / "b"), table={"listed": SHAPES_ASKED[:1]}, **TABLE)
 
 
 @pytest.mark.parametrize("true", [0, 1, 2, 7, 20, 33])

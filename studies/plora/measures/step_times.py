@@ -1,8 +1,8 @@
 """Step times and peaks of memory of given compositions: what cost models are fitted on, tried on, and what planners are judged by.
 
-    step_times(ctx, model="3b", shapes=[{"tokens": 128, "slots": [[16, 1], [64, 2]]}], answer_tokens=16, rounds=5, launches=4, warmup_s=0.2)
+    step_times(ctx, model="3b", table={"listed": [{"tokens": 128, "slots": [[16, 1], [64, 2]]}]}, rounds=5, launches=4, warmup_s=0.2)
 
-Record "step_times": a line for each composition, as studies.plora.measures.planning reads it. A step is a micro-step at whose end the batch of every slot is full, so the optimizer's step is in it: the dearest micro-step there is. Each composition has a pack of its
+`table`: which compositions (studies.plora.measures.tables). Record "step_times": a line for each, as studies.plora.measures.planning reads it. A step is a micro-step at whose end the batch of every slot is full, so the optimizer's step is in it: the dearest micro-step there is. Each composition has a pack of its
 own, entered twice (A/A). `captured` False launches eagerly, path "looped" loops over adapters: with single slots these are the baselines. A composition
 that does not fit the memory is in the record "refused", with why. A pause keeps what was timed.
 """
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from studies.plora.measures.subjects import Subject, subject_of
+from studies.plora.measures.tables import ANSWER_TOKENS, shapes_of
 from studies.plora.planning.design import shape_of
 from studies.plora.planning.time_model import StepTime
 from suite.measure import Context, Pause, Result
@@ -28,18 +29,18 @@ STATE = "step_times.json"
 
 
 def step_times(
-    ctx: Context, *, model: str, shapes: Sequence[Mapping[str, Any]], answer_tokens: int, rounds: int, launches: int, warmup_s: float, captured: bool = True, path: str = "triton",
+    ctx: Context, *, model: str, table: Mapping[str, Any], rounds: int, launches: int, warmup_s: float, captured: bool = True, path: str = "triton",
 ) -> Result:  # fmt: skip
     """Raises Pause with what was timed kept, and goes on from there; ValueError where nothing fitted."""
     state = ctx.state_dir / STATE
     done: list[dict] = json.loads(state.read_text()) if state.exists() else []
     subject: Subject | None = None
-    for entry in shapes[len(done) :]:
+    for entry in shapes_of(model, table)[len(done) :]:
         if ctx.time_is_up():
             raise Pause
         if subject is None or subject.tokens != entry["tokens"]:
             subject = None  # one base at a time
-            subject = subject_of(ctx, model, tokens=entry["tokens"], answer_tokens=answer_tokens)
+            subject = subject_of(ctx, model, tokens=entry["tokens"], answer_tokens=ANSWER_TOKENS)
         done.append(dict(entry) | _timed(ctx, subject, entry, path=path, captured=captured, rounds=rounds, launches=launches, warmup_s=warmup_s))
         ctx.state_dir.mkdir(parents=True, exist_ok=True)
         state.write_text(json.dumps(done))

@@ -37,7 +37,7 @@ def interval(values: Sequence[float]) -> Number:
 
 def searches(view: View) -> list:
     out: list = []
-    for measure, name in (("replayed", "replayed on a recorded grid"), ("live", "live")):
+    for measure, name in (("replayed", "replayed on a recorded grid"), ("replayed_published", "replayed on the grid that a GPU recorded"), ("live", "live")):
         rows = [r for r in view.rows(measure=measure) if "device_s" in r.metrics]
         for (device, trials, slots), found in _by_pack(rows).items():
             title = f"Searches {name}, {device}: {trials} trials, {slots} slots"
