@@ -1,12 +1,16 @@
 """The memory model counts what it says, grows as it must, and is corrected by measured peaks."""
 
 import math
+import pkgutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from studies.models.config import QWEN25_7B, LlamaConfig
+from studies.plora import planning
 from studies.plora.adapter import MODULES, PackShape, SlotShape
 from studies.plora.planning.memory import GIB, Calibration, calibrate, largest_k, predict, rank_row_elements, site_sizes
 
@@ -80,6 +84,14 @@ def test_a_calibration_is_found_from_noisy_peaks(truth):
     assert abs(found.activations / truth.activations - 1) < SLOPE_ERROR
     exact = calibrate(SMOLLM2, [(s, predict(SMOLLM2, s, answer_tokens=1, calibration=truth).total) for s in shapes], answer_tokens=1)
     assert exact.activations == pytest.approx(truth.activations, rel=EXACT_SLOPE) and exact.workspace_bytes == pytest.approx(truth.workspace_bytes, rel=EXACT_BYTES)
+
+
+def test_planning_loads_no_torch():
+    """The command line plans with it."""
+    modules = [f"studies.plora.planning.{m.name}" for m in pkgutil.iter_modules(planning.__path__)]
+    assert len(modules) > 10
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_bad_input_is_refused():
