@@ -27,7 +27,7 @@ from studies.plora.planning.time_model import canonical, features
 __all__ = ["densest", "dtm"]
 
 Kinds = tuple[tuple[SlotShape, int], ...]  # (slot, how many adapters ask for such a one), sorted
-ROUNDS = 50  # of Dinkelbach's method, which took at most 8 here
+ROUNDS = 50  # of Dinkelbach's method, which converges superlinearly
 CONVERGED = 1e-9  # relative
 
 
