@@ -48,7 +48,8 @@ def search_of(space: Space, *, name: str, sampler: str, sampler_seed: int, trial
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """How a search uses its pack. prune: rungs and eta (NO_PRUNING: none); refill: a free slot takes a new trial at once, else when all are free; micro_steps: between looks."""
+    """How a search uses its pack. prune: rungs and eta (NO_PRUNING: none); refill: a free slot takes a new trial at once, else when all are free;
+    micro_steps: between looks."""  # fmt: skip
 
     prune: Halving = field(default_factory=Halving)
     refill: bool = True
@@ -115,7 +116,7 @@ Keeper = Callable[[int, AdapterConfig, Evaluation, Any], None]
 
 def drive(
     run: SearchRun, pack: Pack, adapter_of: Callable[[Mapping[str, Any]], AdapterConfig], strategy: Strategy, home: Path, *,
-    keep: Keeper = lambda *_: None, listen: Listener = lambda _: None, pause: Callable[[], bool] = lambda: False,
+    keep: Keeper | None = None, listen: Listener | None = None, pause: Callable[[], bool] = lambda: False,
 ) -> Found:  # fmt: skip
     """Search to the end, or go on where a process in `home` stopped.
 
@@ -136,8 +137,8 @@ class _Drive:
     adapter_of: Callable[[Mapping[str, Any]], AdapterConfig]
     strategy: Strategy
     home: Path
-    keep: Keeper
-    listen: Listener
+    keep: Keeper | None
+    listen: Listener | None
     pause: Callable[[], bool]
     rungs: Rungs | None = None  # from the first adapter on: it knows the budget
     cycle: int = 0
@@ -162,7 +163,8 @@ class _Drive:
         self._resume()
         while self._fill():
             self._look()
-            self.listen(self._view())
+            if self.listen is not None:
+                self.listen(self._view())
             if self.pause():
                 self._save()
                 raise Pause
@@ -279,7 +281,7 @@ class _Drive:
         slot_of = {n: slot for slot, n in self.placed.items()}
         for number, state in ended.items():
             weights = self.pack.release(slot_of[number]) if train else None
-            if state == "COMPLETE" and train:
+            if state == "COMPLETE" and train and self.keep is not None:
                 self.keep(number, self.adapters[number], evaluations[number], weights)
             del self.placed[slot_of[number]]
             self._count(number, state)

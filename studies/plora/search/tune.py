@@ -98,7 +98,7 @@ def searched(
     with SearchRun(search, home, conditions=conditions) as run, Display() as display:
         found = drive(
             run, pack, lambda params: space.adapter(params, budget_tokens=budget.tokens, seed=seed), strategy, home,
-            keep=keep, listen=display.show if show else lambda _: None,
+            keep=keep, listen=display.show if show else None,
         )  # fmt: skip
         return Tuned(found=found, home=home, journal=home / f"plora-tune-{run.name.rpartition('/')[2]}.journal")
 
