@@ -107,7 +107,7 @@ def test_training_is_what_peft_and_torch_s_adamw_do(pair, tmp_path):
     assert set(trained) == set(start)
     optimizer = torch.optim.AdamW(trained.values(), lr=1.0, weight_decay=ADAPTER.weight_decay)
     course, seen, losses = pack._courses[SLOT], 0, []
-    order = type(course)(adapter=ADAPTER, rows=course.rows).next_rows(STEPS * ADAPTER.batch).reshape(STEPS, -1)
+    order = np.array(type(course)(adapter=ADAPTER, rows=course.rows).next_rows(STEPS * ADAPTER.batch)).reshape(STEPS, -1)
     for rows in order:
         optimizer.zero_grad()
         total, answers = 0.0, int(TASK.train.answer_tokens[rows].sum())

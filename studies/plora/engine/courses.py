@@ -50,11 +50,11 @@ class Course:
     def done(self) -> bool:
         return self.tokens_seen >= self.adapter.budget_tokens
 
-    def next_rows(self, count: int) -> np.ndarray:
-        """The next rows of the data: int64 [count]."""
-        places = np.arange(self.passed, self.passed + count)
+    def next_rows(self, count: int) -> list[int]:
+        """The next rows of the data."""
+        places = [divmod(p, self.rows) for p in range(self.passed, self.passed + count)]
         self.passed += count
-        return np.array([self._order(int(p) // self.rows)[int(p) % self.rows] for p in places], np.int64)
+        return [int(self._order(epoch)[at]) for epoch, at in places]
 
     def _order(self, epoch: int) -> np.ndarray:
         if self._epoch is None or self._epoch[0] != epoch:
@@ -103,8 +103,8 @@ def plan_steps(courses: Mapping[int, Course], shape: PackShape, lengths: np.ndar
             steps[n, slot] = course.micro_steps
             course.micro_steps += 1
             course.filled += take
-            course.open_tokens += int(lengths[chosen].sum())
-            course.open_answers += int(answers[chosen].sum())
+            course.open_tokens += sum(int(lengths[row]) for row in chosen)
+            course.open_answers += sum(int(answers[row]) for row in chosen)
             if course.filled == course.adapter.batch:
                 settings[n, slot] = _full(course).settings()
     return Plan(rows_NB=rows[:made], steps_NS=steps[:made], settings_NSF=settings[:made], due_N=settings[:made, :, 0].any(axis=1))

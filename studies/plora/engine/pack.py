@@ -43,6 +43,8 @@ from studies.plora.planning.memory import predict
 
 __all__ = ["EnginePack"]
 
+_PLANNED = 8  # micro-steps at a time
+
 
 class EnginePack:
     """adapter.Pack that trains.
@@ -104,12 +106,12 @@ class EnginePack:
         self.adapters.load(slot, weights, rank=self._adapter(slot).rank)
 
     def advance(self, micro_steps: int) -> float:
-        plan = plan_steps(self._courses, self.shape, self._lengths_N, self._answers_N, micro_steps=micro_steps)
-        if not len(plan):
+        if all(course.done for course in self._courses.values()):
             return 0.0
         self._prepare()
         with _Clock(self.base.device) as clock:
-            self._run(plan)
+            for start in range(0, micro_steps, _PLANNED):  # the next ones are planned while a GPU works on these
+                self._run(plan_steps(self._courses, self.shape, self._lengths_N, self._answers_N, micro_steps=min(_PLANNED, micro_steps - start)))
         return clock.seconds
 
     def live(self) -> dict[int, Progress]:
@@ -164,6 +166,7 @@ class EnginePack:
             step.prepare()
 
     def _run(self, plan: Plan) -> None:
+        """Launched, not waited for."""
         device = self.base.device
         rows_NB, steps_NS, settings = (torch.from_numpy(x).to(device) for x in (plan.rows_NB, plan.steps_NS, plan.settings_NSF))
         for n in range(len(plan)):
