@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from reports.study import draw
+from studies.plora import presets
 from studies.plora.report import exhibits_plans, exhibits_speed, exhibits_training
 from studies.plora.report.exhibits import exhibits
 from suite.exhibit import Curves, Prose, Table
@@ -59,6 +61,19 @@ def test_points_without_gain_are_counted_and_stand_first(rows):
     assert {s.name: (list(s.x), [round(y, 2) for y in s.y]) for s in curve.series} == {"128 tokens": ([2, 64], [1.65, 6.0]), "cap, 128 tokens": ([2, 64], [8.0, 8.0])}
 
 
+def test_what_a_whole_preset_measures_is_drawn(rows):
+    """Every length of a surface, every arm of every sampler: figures hold seven curves."""
+    for tokens in presets.gpu().surfaces[0].tokens:
+        rows.surface("0.5b", tokens, {2: 0.5, 64: 1.0})
+    for sampler, arm in presets.REPLAYED:
+        row = rows.search(arm, 1, 100.0)
+        rows.made[-1] = replace(row, params={**row.params, "sampler": sampler})
+    shown = exhibits(rows.view())
+    figures = [p for p in shown if isinstance(p, Curves)]
+    assert len(figures) == 2 + 3 and all(draw(p, "c" * 40, {CPU: "this CPU", H200: "H200"}) for p in figures)
+    assert len({p.title for p in shown if not isinstance(p, Prose)}) == sum(not isinstance(p, Prose) for p in shown)
+
+
 def test_gpus_stand_apart(rows):
     rows.ladder("3b", 1.0)
     rows.ladder("3b", 1.2, device="NVIDIA L4")
@@ -78,7 +93,7 @@ def test_searches_are_compared_by_seed(rows):
     lines = {line[1]: line for line in by_arm.rows}
     value, low, high = lines["packed+prune+refill"][7]
     assert low < value < high and value == pytest.approx(5.0, rel=1e-3) and lines["sequential+prune"][7] == pytest.approx((1.0, 1.0, 1.0)) and {line[-1] for line in by_arm.rows} == {"replayed"}
-    of = {s.name: s for s in curves.series}["tpe sequential+prune"]
+    of = {s.name: s for s in curves.series}["sequential+prune"]
     assert of.y[0] == pytest.approx(0.7) and of.y[-1] == pytest.approx(0.8) and list(of.x) == sorted(of.x) and of.x[-1] == pytest.approx(1003)
 
 

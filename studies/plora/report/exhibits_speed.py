@@ -17,6 +17,7 @@ from suite.exhibit import Column, Curves, Prose, Series, Table
 from suite.stats import ratio_interval
 
 NO_GAIN = 1.1  # below, a gain is said to be none
+LENGTHS = 3  # of one figure, each with its cap: seven curves can be told apart
 LADDER_POINT = ("model", "tokens", "batch", "k", "rank")
 Number = float | tuple[float, float, float] | None
 
@@ -75,18 +76,22 @@ def _said(value: Number) -> str:
 
 
 def surfaces(view: View) -> list:
-    """Gains over k by length, a figure a model and batch with the caps as lines beside, and the points where nothing is gained."""
+    """Gains over k, a figure for each model, batch and few lengths, with each length's cap beside; and the points where nothing is gained."""
     out: list = []
     rows = view.rows(measure="surface")
     for (device, model, batch), found in groups(rows, "model", "batch").items():
-        series = []
-        for r in sorted(found, key=lambda r: r.params["tokens"]):
-            gains = _gains(r)
-            series.append(Series(name=f"{r.params['tokens']} tokens", x=list(gains), y=list(gains.values())))
-            series.append(Series(name=f"cap, {r.params['tokens']} tokens", x=[min(gains), max(gains)], y=[math.exp(r.metrics["log_pack_cap"])] * 2))
-        out.append(Curves(title=f"Gain of packing, {device}: {model}, batch {batch}", x_label="adapters in the pack", y_label="an adapter's time alone, captured, over its time in the pack", series=series,
-                          log_x=True, log_y=True, reference=(1.0, "no gain"), sources=found, note="Over the best single captured adapter (B1) of the same process; a cap is eta_max / eta_1 of its contest."))  # fmt: skip
+        by_length = sorted(found, key=lambda r: r.params["tokens"])
+        for part in (by_length[i : i + LENGTHS] for i in range(0, len(by_length), LENGTHS)):
+            shown = ", ".join(str(r.params["tokens"]) for r in part)
+            series = [s for r in part for s in _with_cap(r)]
+            out.append(Curves(title=f"Gain of packing, {device}: {model}, batch {batch}, {shown} tokens", x_label="adapters in the pack", y_label="an adapter's time alone, captured, over its time in the pack",
+                              series=series, log_x=True, log_y=True, reference=(1.0, "no gain"), sources=part, note="Over the best single captured adapter (B1) of the same process; a cap is eta_max / eta_1 of its contest."))  # fmt: skip
     return out + _no_gain(rows)
+
+
+def _with_cap(row: Row) -> list[Series]:
+    gains, tokens = _gains(row), row.params["tokens"]
+    return [Series(name=f"{tokens} tokens", x=list(gains), y=list(gains.values())), Series(name=f"cap, {tokens} tokens", x=[min(gains), max(gains)], y=[math.exp(row.metrics["log_pack_cap"])] * 2)]
 
 
 def _gains(row: Row) -> dict[int, float]:

@@ -16,7 +16,7 @@ from suite.claims import Row, View
 from suite.exhibit import Column, Curves, Prose, Series, Table
 from suite.stats import mean_interval
 
-POINTS = 24  # of a curve
+POINTS = 12  # of a curve
 
 
 def trainings(view: View) -> list:
@@ -41,9 +41,11 @@ def searches(view: View) -> list:
         rows = [r for r in view.rows(measure=measure) if "device_s" in r.metrics]
         for (device, trials, slots), found in _by_pack(rows).items():
             title = f"Searches {name}, {device}: {trials} trials, {slots} slots"
-            curves = [c for arm, same in _by_arm(found).items() if (c := _curve(arm, same))]
-            out += [Curves(title=title, x_label="device seconds", y_label="best validation score so far", series=curves, log_x=True, sources=found,
-                           note="Mean over seeds and its 95% interval. A score is taken when its trial is finished, so a pack's first answer comes late and then many come at once.")] if curves else []  # fmt: skip
+            for sampler in dict.fromkeys(r.params["sampler"] for r in found):
+                same = [r for r in found if r.params["sampler"] == sampler]
+                curves = [c for (_, arm), of in _by_arm(same).items() if (c := _curve(arm, of))]
+                out += [Curves(title=f"{title}, {sampler}", x_label="device seconds", y_label="best validation score so far", series=curves, log_x=True, sources=same,
+                               note="Mean over seeds and its 95% interval. A score is taken when its trial is finished, so a pack's first answer comes late and then many come at once.")] if curves else []  # fmt: skip
             out.append(_arms(title, found))
     return out
 
@@ -62,7 +64,7 @@ def _by_arm(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return out
 
 
-def _curve(arm: tuple[str, str], rows: Sequence[Row]) -> Series | None:
+def _curve(arm: str, rows: Sequence[Row]) -> Series | None:
     found = [[(p["device_s"], p["score"]) for p in r.record("progress")] for r in rows]
     found = [f for f in found if f]
     if not found:
@@ -71,7 +73,7 @@ def _curve(arm: tuple[str, str], rows: Sequence[Row]) -> Series | None:
     at = [first * (max(last, first) / first) ** (i / (POINTS - 1)) for i in range(POINTS)] if last > first > 0 else [first]
     means = [interval([_best(f, t) for f in found]) for t in at]
     values = [m if isinstance(m, tuple) else (m, m, m) for m in means]
-    return Series(name=f"{arm[0]} {arm[1]}", x=at, y=[v[0] for v in values], low=[v[1] for v in values], high=[v[2] for v in values])
+    return Series(name=arm, x=at, y=[v[0] for v in values], low=[v[1] for v in values], high=[v[2] for v in values])
 
 
 def _best(progress: Sequence[tuple[float, float]], seconds: float) -> float:
@@ -88,7 +90,7 @@ def _arms(title: str, rows: Sequence[Row]) -> Table:
         lines.append((sampler, arm, *numbers, faster, len(same), same[0].kind))
     columns = [Column(name="sampler"), Column(name="arm"), Column(name="best validation score"), Column(name="its test score"), Column(name="device", unit="s"), Column(name="trained"), Column(name="pruned"),
                Column(name="over sequential+prune", unit="x"), Column(name="seeds"), Column(name="kind")]  # fmt: skip
-    return Table(title=f"{title}, by arm", columns=columns, rows=lines, sources=rows, note="Means over seeds with 95% intervals; ratios of seconds are paired by seed.")
+    return Table(title=f"{title}, by arm", columns=columns, rows=lines, sources=rows, note="Means over seeds with 95% intervals; ratios of seconds are paired by seed. On a CPU a pack runs slot by slot: its seconds show the bookkeeping, not what packing gains.")
 
 
 def pruners(view: View) -> list:
