@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from kernels.lora.autograd import Factor
 from studies.plora.adapter import MODULES
 from studies.plora.engine.base import Base, Layer
 from studies.plora.engine.operators import Adapted, Frame, Operators
-from studies.plora.engine.sites import Factor
 
 __all__ = ["answer_rows", "hidden"]
 

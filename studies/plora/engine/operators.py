@@ -17,11 +17,11 @@ from typing import Protocol
 import torch
 
 from kernels.exact.rope import rope_tables
+from kernels.lora.autograd import Factor
 from kernels.lora.paths import PATHS
 from kernels.lora.segments import Segments
 from studies.models.config import LlamaConfig
 from studies.plora.engine.base import Base, Frozen
-from studies.plora.engine.sites import Factor
 
 __all__ = ["Adapted", "Frame", "Operators", "operators_for"]
 

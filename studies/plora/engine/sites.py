@@ -18,13 +18,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kernels.lora.autograd import Factor
 from kernels.lora.optimizer import AdamState
 from studies.models.config import LlamaConfig
 from studies.plora.adapter import MODULES, AdapterConfig
 from studies.plora.engine.draws import uniform
 from studies.plora.planning.memory import site_sizes
 
-__all__ = ["Adapters", "Factor", "Site", "sites_of"]
+__all__ = ["Adapters", "Site", "sites_of"]
 
 _PREFIX = "base_model.model.model.layers"
 
@@ -53,14 +54,6 @@ def sites_of(config: LlamaConfig) -> tuple[Site, ...]:
         Site(number=layer * len(MODULES) + i, layer=layer, module=module, inputs=sizes[module][0], outputs=sizes[module][1])
         for layer in range(config.layers) for i, module in enumerate(MODULES)
     )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Factor:
-    """One matrix of all slots at a site, rank rows first: what the model computes with, and the float32 buffer its gradient is added to."""
-
-    compute: torch.Tensor
-    grad: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
