@@ -11,6 +11,7 @@ from studies.plora.claims import CLAIMS
 from studies.plora.presets import cpu, gpu, gpu2, smoke
 from studies.plora.questions import questions
 from studies.plora.report.exhibits import exhibits
+from studies.plora.warm import warm
 from suite.study import Metric, Study
 
 
@@ -70,4 +71,5 @@ STUDY = Study(
     claims=CLAIMS,
     exhibits=exhibits,
     best_preset=best_preset,
+    warm=warm,
 )

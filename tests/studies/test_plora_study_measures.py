@@ -96,7 +96,7 @@ def test_peaks_are_of_whole_names():
 @pytest.mark.parametrize("which", of_kernels.WAYS)
 def test_bytes_are_those_of_every_tensor_once(which):
     """Counted from the operands: gradients and outputs are read and written, the rest is read; s is handed from launch to launch."""
-    (o,) = of_kernels._operands(Context(device="cpu"), which, d=32, tokens=4, slots=3, rank=8, sets=1)
+    (o,) = of_kernels.operands_of(Context(device="cpu"), which, d=32, tokens=4, slots=3, rank=8, sets=1)
     bf16 = lambda *tensors: sum(2 * t.numel() for t in tensors)  # noqa: E731
     if which == "forward":
         want = bf16(o.x_MK, o.a_TK, o.b_TN) + 2 * bf16(o.y_MN) + 2 * bf16(o.s_MR)
@@ -182,7 +182,9 @@ REFERENCE = paths.Path(name="triton", shrink=forward.shrink_ref, expand=forward.
 
 @pytest.fixture
 def on_cpu(monkeypatch):
+    """Ours by its references."""
     monkeypatch.setitem(paths.PATHS, "triton", REFERENCE)
+    monkeypatch.setattr(of_kernels, "_ours_backward", of_kernels._backward)
 
 
 @pytest.mark.parametrize("which", of_kernels.WAYS)

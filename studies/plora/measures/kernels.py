@@ -2,8 +2,8 @@
 
     kernels(ctx, which="forward", d=3584, tokens=128, slots=32, rank=64, paths=["looped", "padded", "grouped"], rounds=6, launches=8, warmup_s=0.2)
 
-One linear of d inputs and d outputs, `slots` adapters of one rank with `tokens` rows each. Forward: s = x A^T and y += scale s B^T. Backward: ds, dB, dA and
-dx += ds A, gradients added in fp32. Inputs rotate through more than three L2s. The byte time counts every tensor once, however often an implementation
+One linear of d inputs and d outputs, `slots` adapters of one rank with `tokens` rows each. Forward: s = x A^T and y += scale s B^T. Backward: ds, dB, dA
+and dx += ds A, gradients added in fp32; ours in two launches, as a layer's autograd runs it. Inputs rotate through more than three L2s. The byte time counts every tensor once, however often an implementation
 reads it, at the bandwidth of a copy in the same contest: nothing can be faster than that. The FLOP time is at the dense peak of the data sheet.
 Outputs accumulate, so a check compares directions (cosines) of the first and last adapter's part with a float64 product, after they were set to zero.
 """
@@ -18,13 +18,14 @@ from functools import partial
 import torch
 
 from kernels.exact.philox import philox_bell
+from kernels.lora.backward import grad_ax, grad_sb
 from kernels.lora.paths import PATHS, Path
 from kernels.lora.segments import Segments
 from studies.plora.measures.flops import peak_flops
 from suite.measure import Context, Result
 from suite.timing import ContestResult, Variant, cache_bytes, contest, copy_variant, rotations_needed
 
-__all__ = ["WAYS", "kernels"]
+__all__ = ["WAYS", "kernels", "operands_of", "program", "work"]
 
 WAYS = ("forward", "backward")
 OURS, LOOPED, EAGER = "triton", "looped", "looped [eager]"
@@ -59,7 +60,7 @@ def kernels(
         raise ValueError(f"a way is one of {WAYS}, got {which=}; choose one")
     cuda = ctx.device.startswith("cuda")
     moved, flops = work(which, d=d, rows=slots * tokens, slots=slots, rank=rank)
-    operands = _operands(ctx, which, d, tokens, slots, rank, sets=rotations_needed(moved, device=ctx.device) if cuda else 2)
+    operands = operands_of(ctx, which, d, tokens, slots, rank, sets=rotations_needed(moved, device=ctx.device) if cuda else 2)
     names = list(dict.fromkeys((OURS, LOOPED, *paths)))
     made = [_variant(name, operands, which, moved, flops) for name in names]
     copied = copy_variant(ctx.device, COPY_BYTES if cuda else 2**20)
@@ -77,7 +78,7 @@ def work(which: str, *, d: int, rows: int, slots: int, rank: int) -> tuple[int, 
     return 2 * (2 * rows * d + 2 * matrices + 3 * rows * rank + 2 * rows * d) + 16 * matrices, 8 * rows * rank * d  # dy and x, a and b, s, ds out and in, dx; dA and dB
 
 
-def _operands(ctx: Context, which: str, d: int, tokens: int, slots: int, rank: int, *, sets: int) -> list[Operands]:
+def operands_of(ctx: Context, which: str, d: int, tokens: int, slots: int, rank: int, *, sets: int) -> list[Operands]:
     """Sets are one set with its columns in another order: all are read from memory, none is found in a cache."""
     dtype = torch.bfloat16 if ctx.device.startswith("cuda") else torch.float32
     rows, ranks = slots * tokens, slots * rank
@@ -102,6 +103,12 @@ def _forward(path: Path, o: Operands) -> None:
     path.expand(o.y_MN, path.shrink(o.x_MK, o.a_TK, o.seg), o.b_TN, o.seg)
 
 
+def _ours_backward(path: Path, o: Operands) -> None:
+    """dy is read by one launch, and x by another."""
+    ds_MR = grad_sb(o.y_MN, o.s_MR, o.b_TN, o.seg, o.grad_b_TN)
+    grad_ax(o.dx_MK, ds_MR, o.x_MK, o.a_TK, o.seg, o.grad_a_TK)
+
+
 def _backward(path: Path, o: Operands) -> None:
     ds_MR = path.grad_s(o.y_MN, o.b_TN, o.seg)
     path.grad_b(o.s_MR, o.y_MN, o.seg, o.grad_b_TN)
@@ -109,8 +116,14 @@ def _backward(path: Path, o: Operands) -> None:
     path.grad_x(o.dx_MK, ds_MR, o.a_TK, o.seg)
 
 
+def program(name: str, which: str) -> Callable[[Operands], None]:
+    """The products of a path on one set."""
+    run = _forward if which == "forward" else _ours_backward if name == OURS else _backward
+    return partial(run, PATHS[name])
+
+
 def _variant(name: str, sets: Sequence[Operands], which: str, moved: int, flops: int) -> Variant:
-    run: Callable = _forward if which == "forward" else _backward
+    run = program(name, which)
 
     def poison() -> None:
         for o in sets:
@@ -122,7 +135,7 @@ def _variant(name: str, sets: Sequence[Operands], which: str, moved: int, flops:
             assert all(bool(t.any()) for t in o.outputs(which)), f"{name} wrote nothing to an output of set {i}"
         _check(name, sets[0], which)
 
-    return Variant(name=name, calls=tuple(partial(run, PATHS[name], o) for o in sets), check=check, poison=poison, bytes_moved=moved, flops=flops)
+    return Variant(name=name, calls=tuple(partial(run, o) for o in sets), check=check, poison=poison, bytes_moved=moved, flops=flops)
 
 
 def _check(name: str, o: Operands, which: str) -> None:

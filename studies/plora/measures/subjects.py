@@ -27,7 +27,7 @@ from studies.plora.measures.flops import step_flops
 from suite.measure import Context
 from suite.timing import ContestResult
 
-__all__ = ["ROWS", "STEPS", "Subject", "endless", "rows_of", "subject_of", "uniform"]
+__all__ = ["ROWS", "STEPS", "Subject", "endless", "rows_of", "subject_of", "subject_with", "uniform"]
 
 ROWS = 64  # of the training part; packs go round them
 STEPS = 4  # micro-steps of a timed call
@@ -82,9 +82,13 @@ def subject_of(ctx: Context, model: str, *, tokens: int, answer_tokens: int) -> 
     """Raises ValueError for a model that has no shape here."""
     if model not in SHAPES:
         raise ValueError(f"a model is one of {sorted(SHAPES)}, got {model!r}; its shape stands in studies.plora.engine.shapes")
-    config = SHAPES[model]
     dtype = torch.bfloat16 if ctx.device.startswith("cuda") else torch.float32
-    base = Base.random(config, seed=ctx.seed, device=ctx.device, dtype=dtype)
-    rows = rows_of([tokens] * ROWS, [answer_tokens] * ROWS, config.vocabulary, seed=ctx.seed)
+    base = Base.random(SHAPES[model], seed=ctx.seed, device=ctx.device, dtype=dtype)
+    return subject_with(base, tokens=tokens, answer_tokens=answer_tokens, seed=ctx.seed)
+
+
+def subject_with(base: Base, *, tokens: int, answer_tokens: int, seed: int) -> Subject:
+    rows = rows_of([tokens] * ROWS, [answer_tokens] * ROWS, base.config.vocabulary, seed=seed)
     few = rows.take(np.arange(2))
-    return Subject(base=base, config=config, task=Task(train=rows, validation=few, test=few, name=f"rows of {tokens}", citation="Made by this project"), tokens=tokens, answer_tokens=answer_tokens)
+    task = Task(train=rows, validation=few, test=few, name=f"rows of {tokens}", citation="Made by this project")
+    return Subject(base=base, config=base.config, task=task, tokens=tokens, answer_tokens=answer_tokens)
