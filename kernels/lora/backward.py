@@ -169,7 +169,7 @@ def outer_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["firsts", "split"])
 def dy_kernel(
     dy_ptr, s_ptr, b_ptr, ds_ptr, g_ptr, scales_ptr, offsets_ptr, rank_offsets_ptr, firsts, M, N, R, each, split,
     M1: tl.constexpr, D1: tl.constexpr, R1: tl.constexpr, STAGES1: tl.constexpr, M2: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr, STAGES2: tl.constexpr,
@@ -195,7 +195,7 @@ def dy_kernel(
             outer_tile(s_ptr, dy_ptr, g_ptr, scale, None, None, None, 0, slot, first, rows, t0, r0, rank, d0, N, R, M2, D2, R2, STAGES2, EVEN, False, PRECISION)
 
 
-@triton.jit(do_not_specialize=["site"])
+@triton.jit(do_not_specialize=["site", "firsts"])
 def x_kernel(
     dx_ptr, ds_ptr, x_ptr, a_ptr, g_ptr, offsets_ptr, rank_offsets_ptr, p_ptr, seed_ptr, step_ptr, site, firsts, K, R,
     M1: tl.constexpr, D1: tl.constexpr, R1: tl.constexpr, ONE: tl.constexpr, M2: tl.constexpr, D2: tl.constexpr, R2: tl.constexpr, STAGES2: tl.constexpr,

@@ -177,7 +177,7 @@ def narrow_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["split"])
 def join_kernel(part_ptr, out_ptr, each, split, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out = sum of the parts [split, each] in ascending order."""
     started(PDL)

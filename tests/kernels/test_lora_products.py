@@ -176,6 +176,16 @@ def test_kernels_of_the_default_schedules_spill_nothing_and_move_16_bytes_at_onc
         assert not re.search(r"^\s*(atom|red)\.", compiled.asm["ptx"], re.MULTILINE), specimen.name
 
 
+def test_overlapped_launches_wait_before_they_read_and_let_the_next_start_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "PDL", True)
+    for specimen in launches(32, 32, 2048, (64,), False, False):
+        assert specimen.kwargs["launch_pdl"] is True
+        ptx = compile_specimen(specimen, "sm_90").asm["ptx"]
+        wait, trigger = (ptx.index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
+        reads = re.search(r"(ld\.global|cp\.async\.cg)", ptx)
+        assert wait < trigger < reads.start(), specimen.name
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------------------------
 
 
