@@ -153,6 +153,20 @@ def test_gradients_of_every_site_are_peft_s(pair, tmp_path):
         assert not a[6:].any() and not b[6:].any()
 
 
+def test_an_adapter_starts_as_peft_s_do(pair):
+    """A uniform in +-1/sqrt(K), B zero. 384 or more draws reach within 5% of the bound but for a chance of 0.95^384."""
+    model, pack = pair
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=6, target_modules=list(MODULES)))
+    theirs = {n.replace(".default", ""): p.detach() for n, p in tuned.named_parameters() if p.requires_grad}
+    for name, mine in pack.weights(SLOT).items():
+        assert mine.shape == tuple(theirs[name].shape)
+        if "lora_B" in name:
+            assert not mine.any() and not theirs[name].any()
+        else:
+            bound = mine.shape[1] ** -0.5
+            assert all(0.95 * bound < float(abs(a).max()) <= bound * (1 + 2**-23) for a in (mine, theirs[name]))
+
+
 def test_other_adapters_and_other_models_are_refused(pair, tmp_path):
     model, pack = pair
     export_adapter(tmp_path, ADAPTER, pack.weights(SLOT), base_name="")
@@ -170,6 +184,9 @@ def test_other_adapters_and_other_models_are_refused(pair, tmp_path):
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64))
     with pytest.raises(ValueError, match="families .*'gpt2'"):
         Base.from_hf(gpt2)
+    headless = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+    with pytest.raises(ValueError, match="causal language model"):
+        Base.from_hf(headless)
     scaled = transformers.LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(ValueError, match="plain RoPE"):
         Base.from_hf(transformers.LlamaForCausalLM(scaled))

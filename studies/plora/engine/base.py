@@ -81,6 +81,8 @@ class Base:
         embedding = tensors["embed_tokens.weight"]
         if unknown := [n for n in tensors if n.endswith(".bias") and not (config.qkv_bias and n.endswith(("q_proj.bias", "k_proj.bias", "v_proj.bias")))]:
             raise ValueError(f"biases are of q, k and v alone (Qwen2), got {unknown[:3]}; use a Llama or Qwen2 model without them")
+        if not config.tied_head and "lm_head.weight" not in tensors:
+            raise ValueError(f"a base has a head for logits, got {type(model).__name__} without one; load it as a causal language model")
         return _built(str(getattr(model.config, "_name_or_path", "") or "base"), config, tensors, device or embedding.device, dtype or embedding.dtype)
 
     @staticmethod
@@ -135,7 +137,7 @@ def _from_hf_config(config: Any) -> LlamaConfig:
     if config.model_type not in _FAMILIES:
         raise ValueError(f"a base is of one of the families {_FAMILIES}, got {config.model_type!r}; other decoders are not run here")
     rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
-    if rope.get("rope_type", "default") != "default" or getattr(config, "use_sliding_window", False):
+    if rope.get("rope_type", rope.get("type", "default")) != "default" or getattr(config, "use_sliding_window", False):
         raise ValueError(f"a base has plain RoPE and no sliding window, got {rope} use_sliding_window={getattr(config, 'use_sliding_window', False)}; use another model")
     if config.hidden_act != "silu":
         raise ValueError(f"a base has SwiGLU, got hidden_act={config.hidden_act!r}; use another model")

@@ -11,7 +11,6 @@ default; Hu et al. 2021 leave the law open), the same bits on every device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -77,7 +76,7 @@ class Adapters:
         masters, copies = (self.state.slot_views(slot, name)[::2] for name in ("master", "compute"))
         for inputs in sorted({s.inputs for s in self.sites}):
             same = [s.number for s in self.sites if s.inputs == inputs]
-            drawn = uniform(streams=same, count=adapter.rank * inputs, seed=adapter.seed, device=self.state.device) / math.sqrt(inputs)
+            drawn = uniform(streams=same, count=adapter.rank * inputs, seed=adapter.seed, device=self.state.device) * inputs**-0.5  # a product: GPUs divide by a number in another way
             for number, a in zip(same, drawn, strict=True):
                 for target in (masters[number], copies[number]):
                     target[: adapter.rank].copy_(a.view(adapter.rank, inputs))
