@@ -239,11 +239,13 @@ def cpu() -> Config:
 
 
 def gpu() -> Config:
-    few = tuple(r for r in RUNGS if r != "B3 looped, graphed")
-    ladders = (Ladder(model="0.5b", k=64, saturated=32768), Ladder(model="3b", k=32, saturated=8192), Ladder(model="7b", k=32, saturated=8192, rungs=few),
-               Ladder(model="smollm2", k=64, saturated=32768, replicates=1), Ladder(model="7b", k=4, tokens=1024, saturated=8192, rungs=few, replicates=1))  # fmt: skip
-    surfaces = (Surface(model="smollm2", most=32768, saturated=32768), Surface(model="0.5b", most=16384, saturated=32768), Surface(model="3b", most=8192, saturated=8192), Surface(model="7b", most=4096, saturated=8192))
-    saturation = (Saturation(model="0.5b", k=64, singles=(8192, 16384, 32768)), Saturation(model="3b", k=64, singles=(4096, 8192)), Saturation(model="7b", k=64, singles=(4096, 8192)))
+    few = tuple(r for r in RUNGS if r != "B3 looped, graphed")  # every rung has adapters of its own in memory, and every captured one its activations
+    fewer = tuple(r for r in few if r != "B4 padded")
+    ladders = (Ladder(model="0.5b", k=64, saturated=16384), Ladder(model="3b", k=24, saturated=8192, rungs=few), Ladder(model="7b", k=16, saturated=8192, rungs=fewer),
+               Ladder(model="smollm2", k=64, saturated=32768, replicates=1), Ladder(model="7b", k=2, tokens=1024, saturated=8192, rungs=few, replicates=1))  # fmt: skip
+    surfaces = (Surface(model="smollm2", most=32768, saturated=32768), Surface(model="0.5b", most=16384, saturated=32768), Surface(model="3b", most=4096, saturated=8192, ks=(2, 4, 8, 16, 32)),
+                Surface(model="7b", most=2048, saturated=8192, ks=(2, 4, 8, 16, 24)))  # fmt: skip
+    saturation = (Saturation(model="0.5b", k=64, singles=(8192, 16384, 32768)), Saturation(model="3b", k=64, singles=(4096, 8192)), Saturation(model="7b", k=16, tokens=512, singles=(8192,)))
     planning = (Planning(model="3b"), Planning(model="0.5b", regret=False, clusters=False), Planning(model="smollm2", regret=False, gaps=False, clusters=False, largest=None))
     live = (Searches(arms=(("tpe", "packed+prune+refill"),), trials=PRUNED_TRIALS, slots=16, seeds=5), Searches(arms=(("tpe", "sequential+prune"),), trials=PRUNED_TRIALS, slots=16, seeds=1))
     sums = Training(model="smollm2", task="svamp", rows=(None, 200, None), tokens=128, budget_tokens=200_000)

@@ -25,6 +25,7 @@ PADDED_TOKENS = {"gsm8k": 512, "mrpc": 128}  # 5 of 7,473 rows and 1 of 4,076 ar
 MODEL_ASSETS = ("smollm2-135m-instruct", "smollm2-135m-instruct-bf16")
 TASK_ASSETS = {"banking77": ("banking77-train", "banking77-test"), "clinc150": ("clinc150",), "svamp": ("mawps-asdiv", "svamp")}  # of studies.plora.data.sets, which imports torch
 STEP_ANSWERS = 16  # studies.plora.measures.tables.ANSWER_TOKENS
+PEFT_TOKENS = 20_000  # of a budget that eager PEFT trains in a minute
 STEPS = {"rounds": 5, "launches": 4, "warmup_s": 0.2}
 
 
@@ -248,7 +249,7 @@ def _quality(q: Quality) -> list[Cell]:
     adapters = [{"rank": r, "alpha": 2.0 * r, "learning_rate": rate, "batch": b} for r, b in ((8, 1), (16, 4), (64, 4)) for rate in (4e-4, 1e-3, 2e-3)]
     out = [_trains("cells.training:quality", at | {"adapters": adapters, "looks": 8}, f"quality {t.model} {t.task}", t.device)]
     peft = {"adapter": {"rank": 16, "alpha": 32.0, "learning_rate": 1e-3, "batch": 4}}
-    return out + ([_trains("cells.training:against_peft", at | peft, f"quality against PEFT {t.model} {t.task}", t.device, packages=("transformers", "peft"))] if q.peft else [])
+    return out + ([_trains("cells.training:against_peft", at | peft | {"budget_tokens": min(t.budget_tokens, PEFT_TOKENS)}, f"quality against PEFT {t.model} {t.task}", t.device, packages=("transformers", "peft"))] if q.peft else [])
 
 
 def _pruners() -> Cell:

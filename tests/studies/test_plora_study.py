@@ -2,6 +2,7 @@
 
 Tolerances:
     REAL_TOKENS  means of the kept lengths are given to a tenth
+    CARD_BYTES   an H200 has 141e9 bytes; an eighth is left to the context, fragments and what the memory model errs
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ from studies.plora.declared import kept
 from studies.plora.engine.shapes import SHAPES
 from studies.plora.measures import kernels as of_kernels
 from studies.plora.measures import published, tables, throughput
+from studies.plora.measures.subjects import uniform
+from studies.plora.planning.design import shape_of
+from studies.plora.planning.memory import predict
 from studies.plora.study import STUDY
 from suite.identity import ROOT, canonical_json, sha256_file
 from suite.measure import Context, Result
 
 REAL_TOKENS = 0.05
+CARD_BYTES = 124e9
 CPU = Context(device="cpu")
 CELLS = {name: STUDY.cells(preset()) for name, preset in STUDY.presets.items()}
 ADAPTERS = ("kernels", "planning", "search", "throughput", "training")
@@ -90,6 +95,36 @@ def test_packs_of_a_surface_fit_their_tokens():
     for s in presets.gpu().surfaces:
         cells = [c for c in CELLS["gpu"] if c.measure.endswith(":surface") and c.params["model"] == s.model]
         assert cells and all(max(c.params["ks"]) * c.params["batch"] * c.params["tokens"] <= s.most for c in cells)
+
+
+def packs_of(cell) -> list[tuple]:
+    """(shape, captured) of every pack that stands in memory while a contest runs."""
+    p, function = cell.params, cell.measure.partition(":")[2]
+    of = lambda k, rows: uniform(p["tokens"], slots=k, rank=p["rank"], rows=rows)  # noqa: E731
+    if function == "saturation":
+        return [(of(p["k"], 1), True), *((of(1, n // p["tokens"]), True) for n in p["singles"])]
+    rungs = {v: throughput.LADDER[v] for v in p.get("variants", presets.SINGLES)}
+    asked = [(of(p["k"] if r.packed else 1, p["batch"]), r.graphed) for r in rungs.values()] + [(of(k, p["batch"]), True) for k in p.get("ks", ())]
+    return [*asked, (of(1, p["saturated_tokens"] // p["tokens"]), True)]
+
+
+def test_packs_of_a_contest_fit_the_card_together():
+    """Adapters of all of them, activations of the captured ones, and of the largest eager one, by the memory model."""
+    for cell in CELLS["gpu"]:
+        if cell.measure.endswith((":ladder", ":surface", ":saturation")):
+            asked = packs_of(cell)
+            needs = [predict(SHAPES[cell.params["model"]], shape, answer_tokens=cell.params["answer_tokens"]) for shape, _ in asked]
+            passing = [(n.activations + n.logits + n.workspace, captured) for n, (_, captured) in zip(needs, asked, strict=True)]
+            total = needs[0].base + sum(n.adapters for n in needs) + sum(b for b, captured in passing if captured) + max((b for b, captured in passing if not captured), default=0)
+            assert total <= CARD_BYTES, (cell.label, total)
+
+
+def test_compositions_of_tables_fit_the_card_one_by_one():
+    for cell in CELLS["gpu"]:
+        if cell.measure.endswith(":step_times"):
+            shapes = [shape_of(s) for s in tables.shapes_of(cell.params["model"], cell.params["table"])]
+            assert max(predict(SHAPES[cell.params["model"]], s, answer_tokens=tables.ANSWER_TOKENS).total for s in shapes) <= CARD_BYTES, cell.label
+            assert all(1 <= s.tokens <= 2048 and tables.ANSWER_TOKENS < s.tokens for s in shapes)
 
 
 def test_saturation_is_asked_at_8k_tokens():
