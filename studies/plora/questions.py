@@ -98,7 +98,7 @@ def _baselines(b: Baselines) -> list[Cell]:
     """Eager PEFT and several processes, each against our pack or one captured adapter inside its own contest."""
     at = {"batch": HEADLINE["batch"], "k": b.k, **CONTEST}
     points = [(m, HEADLINE["tokens"], b.rank, "", b.replicates) for m in b.models]
-    points += [(b.paper_model, 512, rank, name, b.replicates if rank == b.rank else 1) for name in b.lengths for rank in b.ranks]
+    points += [(b.paper_model, PADDED_TOKENS[name], rank, name, b.replicates if rank == b.rank else 1) for name in b.lengths for rank in b.ranks]
     points += [(b.paper_model, tokens, b.rank, "", 1) for tokens in b.tokens]
     eager = [
         _timing("measures.baselines:peft_eager", {"model": m, "tokens": t, "rank": r, "lengths": name, "answer_tokens": answers(t), **at},

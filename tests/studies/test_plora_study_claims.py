@@ -113,11 +113,11 @@ def test_planned_ladders_without_rows_leave_it_undecided(rows):
 
 
 def test_the_paper_s_ratio_is_the_best_point_and_says_what_it_is(rows):
-    for rank, gain in ((8, 20.0), (128, 6.0)):
+    for rank, gain, lengths in ((8, 20.0, "gsm8k"), (128, 6.0, "mrpc"), (16, 99.0, "")):  # rows of one length are no rows of the paper's
         for i in range(5):
-            rows.peft(math.log(gain) + i / 1e4, rank=rank, replicate=i)
+            rows.peft(math.log(gain) + i / 1e4, rank=rank, lengths=lengths, replicate=i)
     j = judged(rows, "throughput_paper")
-    assert j.value == pytest.approx(20.0, rel=1e-3) and "best of 2 points: 3b, 512 tokens, rank 8" in j.note and "mostly launch overhead" in j.note
+    assert j.value == pytest.approx(20.0, rel=1e-3) and "best of 2 points: 3b, 512 tokens, rank 8, lengths of gsm8k" in j.note and "mostly launch overhead" in j.note
 
 
 @pytest.mark.parametrize("share, verdict", [(0.9, "EXCEEDED"), (0.7, "NOT REPRODUCED")])

@@ -59,13 +59,13 @@ def throughput_of_cap(view: View) -> Finding | None:
 
 def throughput_paper(view: View) -> Finding | None:
     """The best ratio to eager PEFT over the points of the paper's regime; PEFT as it comes (fp32 adapters)."""
-    found = [(ratio(rows, by_process(rows, metric("log_pack_over_peft"))), key, rows) for key, rows in groups(view.rows(measure="peft_eager", where={"batch": 1}), "model", "tokens", "rank", "lengths").items()]
+    found = [(ratio(rows, by_process(rows, metric("log_pack_over_peft"))), key, rows) for key, rows in groups([r for r in view.rows(measure="peft_eager", where={"batch": 1}) if r.params["lengths"]], "model", "tokens", "rank", "lengths").items()]
     found = [(f, key, rows) for f, key, rows in found if f]
     if not found:
         return None
     best, (_, model, tokens, rank, lengths), rows = max(found, key=lambda x: x[0].value)
     host = [r.metrics["host_us_per_op"] for r in rows if "host_us_per_op" in r.metrics]
-    said = f"the best of {len(found)} points: {model}, {tokens} tokens, rank {rank}{f', lengths of {lengths}' if lengths else ''}" + (f"; eager PEFT spends {sum(host) / len(host):.1f} us of the host an operation" if host else "")
+    said = f"the best of {len(found)} points: {model}, {tokens} tokens, rank {rank}, lengths of {lengths}" + (f"; eager PEFT spends {sum(host) / len(host):.1f} us of the host an operation" if host else "")
     return replace(best, missing=missing(view, "peft_eager"), note=f"{said}: mostly launch overhead, which a CUDA graph of one adapter takes away without packing")
 
 
