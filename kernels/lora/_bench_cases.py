@@ -74,9 +74,14 @@ class Case:
     def floor_us(self, tbps: float = COPY_TBPS) -> float:
         return max(self.moved_bytes / tbps, self.flops / PEAK_TFLOPS) / 1e6
 
-    def sets(self, device: str) -> list[Operands]:
-        """Rotated operands, more than ROTATE_BYTES together."""
-        return [self.operands(device, i) for i in range(max(2, min(16, ROTATE_BYTES // self.moved_bytes + 1)))]
+    @property
+    def least_bytes(self) -> int:
+        """Of one product alone: rows of one width, and one adapter matrix."""
+        return 2 * self.d * self.slots * (self.rows + self.rank)
+
+    def sets(self, device: str, each_bytes: int | None = None) -> list[Operands]:
+        """Rotated operands, more than ROTATE_BYTES together where a call moves `each_bytes` (the case's, unless given); at most 16."""
+        return [self.operands(device, i) for i in range(max(2, min(16, ROTATE_BYTES // (each_bytes or self.moved_bytes) + 1)))]
 
     def operands(self, device: str, i: int) -> Operands:
         m, t, kind = self.rows * self.slots, self.rank * self.slots, torch.bfloat16 if device.startswith("cuda") else torch.float32

@@ -88,6 +88,12 @@ def ranked(name: str, sets: list[Operands], choices: list[tuple[Schedule, ...]],
     return sorted(((times[str(i)], s) for i, s in enumerate(good)), key=lambda found: found[0])
 
 
+def rotated(shape: tuple[int, int, int, int]) -> list[Operands]:
+    """Operands that one product alone does not find in L2 again."""
+    case = Case(way="backward", d=shape[0], rows=shape[1], slots=shape[2], rank=shape[3])
+    return case.sets("cuda", case.least_bytes)
+
+
 def tune(wanted: list[Case], path: Path) -> None:
     """Writes `path`, after every case, so that a run that is stopped leaves what it found."""
     shapes = list(dict.fromkeys((c.d, c.rows, c.slots, c.rank) for c in wanted))
@@ -96,7 +102,7 @@ def tune(wanted: list[Case], path: Path) -> None:
     best: dict[tuple, dict[str, list]] = {}
     table: dict[tuple, tuple[int, ...]] = {}
     for shape in shapes:
-        sets = Case(way="backward", d=shape[0], rows=shape[1], slots=shape[2], rank=shape[3]).sets("cuda")
+        sets = rotated(shape)
         best[shape] = {p: ranked(p, sets, [(c,) for c in candidates(p, **where[shape])]) for p in PRODUCTS}
         for product, found in best[shape].items():
             table[key(product, **where[shape])] = dataclasses.astuple(found[0][1][0])
@@ -105,7 +111,7 @@ def tune(wanted: list[Case], path: Path) -> None:
     pairs = {(n, s): list(dict.fromkeys(pair for first in best[s][PASSES[n][0]][:BEST] for pair in joined(first[1][0], best[s][PASSES[n][1]]))) for s in shapes for n in PASSES}
     compiled([(n, *s, pair) for (n, s), found in pairs.items() for pair in found])
     for (name, shape), choices in pairs.items():
-        sets = Case(way="backward", d=shape[0], rows=shape[1], slots=shape[2], rank=shape[3]).sets("cuda")
+        sets = rotated(shape)
         singles = tuple(best[shape][p][0][1][0] for p in PASSES[name])
         us, chosen = ranked(name, sets, [(), *choices], singles)[0]
         table[key(name, **where[shape])] = tuple(itertools.chain.from_iterable(dataclasses.astuple(s) for s in chosen))

@@ -76,7 +76,6 @@ def lora_linear(
     return _Packed.apply(x_MK, _ANCHOR, w_NK, bias_N, a, b, seg, _functions(path, x_MK.is_cuda, deterministic), dropout, base or TORCH_BASE)
 
 
-@functools.cache
 def _functions(path: str | Functions, on_gpu: bool, deterministic: bool) -> Functions:
     if path == "reference" or (path == "triton" and not on_gpu):
         return _REFERENCE

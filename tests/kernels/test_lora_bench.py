@@ -10,7 +10,7 @@ import torch
 
 from kernels.exact.audit.specimen import captured
 from kernels.lora import _tune, bench, schedules
-from kernels.lora._bench_cases import COPY_TBPS, OURS, PEAK_TFLOPS, Case, cases
+from kernels.lora._bench_cases import COPY_TBPS, OURS, PEAK_TFLOPS, ROTATE_BYTES, Case, cases
 from kernels.lora.schedules import PASSES, PRODUCTS, Schedule, candidates, key
 
 SMALL = dict(d=1024, rows=32, slots=4, rank=16)
@@ -25,6 +25,15 @@ def test_floors_are_the_bytes_of_every_tensor_once_and_the_flops_of_every_produc
     assert backward.moved_bytes == size(o.x_MK, o.y_MN, o.dx_MK, o.dx_MK, o.a_TK, o.b_TN, o.s_MR, o.s_MR, o.s_MR) + grads
     assert forward.flops == 2 * 2 * 128 * 16 * 1024 and backward.flops == 2 * forward.flops
     assert forward.floor_us() == max(forward.moved_bytes / COPY_TBPS, forward.flops / PEAK_TFLOPS) / 1e6
+
+
+def test_operands_rotate_through_more_than_three_l2s_even_for_one_product() -> None:
+    case = Case(way="backward", **SMALL)
+    o = bench.empty(case)
+    assert case.least_bytes == (o.y_MN.numel() + o.b_TN.numel()) * 2
+    for c in cases(**bench.SPACES, slots=32):
+        for each in (c.moved_bytes, c.least_bytes):
+            assert max(2, min(16, ROTATE_BYTES // each + 1)) * each >= 3 * 60e6 or each < ROTATE_BYTES / 16, c.name
 
 
 def test_a_row_of_the_table_is_flat_and_its_cap_is_the_loop_over_the_floor() -> None:
@@ -80,7 +89,7 @@ def test_tuning_keeps_the_fastest_and_its_table_is_read_back(monkeypatch: pytest
     monkeypatch.setattr(_tune, "ranked", ranked)
     monkeypatch.setattr(_tune, "compiled", lambda jobs: None)
     monkeypatch.setattr(_tune, "overlap_pays", lambda wanted: True)
-    monkeypatch.setattr(Case, "sets", lambda self, device: [])
+    monkeypatch.setattr(_tune, "rotated", lambda shape: [])
     path = tmp_path / "tuned.py"
     _tune.tune([Case(way="forward", **SMALL), Case(way="backward", **SMALL)], path)
     found: dict = {}

@@ -15,13 +15,14 @@ import torch
 from kernels.exact.audit.specimen import captured, compile_specimen
 from kernels.exact.philox import philox_bell, philox_ref
 from kernels.fp8.bench import usage_of
-from kernels.lora import backward, forward, schedules
+from kernels.lora import autograd, backward, forward, schedules
 from kernels.lora.autograd import Factor, lora_linear
 from kernels.lora.dropout import Dropout, keep_ref
 from kernels.lora.schedules import PASSES, PRODUCTS, Schedule, candidates, schedule
 from kernels.lora.segments import Segments
 
 EXACT = 1e-12
+SINGLE = 64 * 64 * 8 * 2.0**-24  # float32 in another order: the same with 2^-24, and one product of products
 F64 = torch.float64
 K, N = 24, 20
 ROWS, RANKS, SCALES = (5, 0, 9, 1), (8, 16, 3, 40), (2.0, 1.0, 0.5, 1.5)  # ragged, an empty slot, ranks that no tile divides
@@ -72,6 +73,21 @@ def test_a_second_backward_adds_and_a_layer_whose_x_needs_no_gradient_still_trai
     assert torch.equal(a.grad, 2 * once[0]) and torch.equal(b.grad, 2 * once[1]) and once[0].abs().max() > 0.1
     with torch.no_grad():
         assert not lora_linear(x, w, None, a, b, seg).requires_grad
+
+
+@pytest.mark.parametrize("path", ["looped", "padded", autograd._REFERENCE], ids=["looped", "padded", "an object"])
+def test_a_layer_takes_any_path_and_gives_the_reference_s_numbers(path) -> None:
+    seg, m, t = segments(), sum(ROWS), sum(RANKS)
+
+    def run(path) -> list[torch.Tensor]:
+        x = numbers((m, K), 0, torch.float32).requires_grad_()
+        a, b = (Factor(compute=v, grad=torch.zeros_like(v)) for v in (numbers((t, K), 4, torch.float32), numbers((t, N), 5, torch.float32)))
+        y = lora_linear(x, numbers((N, K), 1, torch.float32), None, a, b, seg, path=path)
+        y.backward(numbers((m, N), 2, torch.float32))
+        return [y.detach(), x.grad, a.grad, b.grad]
+
+    for found, want in zip(run(path), run("reference"), strict=True):
+        torch.testing.assert_close(found, want, rtol=0, atol=SINGLE)
 
 
 def test_only_x_and_s_are_kept_for_backward() -> None:
