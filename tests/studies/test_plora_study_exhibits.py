@@ -95,13 +95,17 @@ def test_searches_are_compared_by_seed(rows):
     assert low < value < high and value == pytest.approx(5.0, rel=1e-3) and lines["sequential+prune"][7] == pytest.approx((1.0, 1.0, 1.0)) and {line[-1] for line in by_arm.rows} == {"replayed"}
     of = {s.name: s for s in curves.series}["sequential+prune"]
     assert of.y[0] == pytest.approx(0.7) and of.y[-1] == pytest.approx(0.8) and list(of.x) == sorted(of.x) and of.x[-1] == pytest.approx(1003)
+    assert len({x for s in curves.series for x in s.x}) <= exhibits_training.POINTS, "curves are read at the same seconds"
 
 
-def test_a_search_has_no_score_before_its_first_finished_trial(rows):
+def test_a_search_has_no_score_before_every_seed_has_a_finished_trial(rows):
     rows.search("packed", 1, 100.0)
     rows.search("packed", 2, 400.0)
+    rows.search("sequential", 1, 60.0)
     curves, _ = exhibits_training.searches(rows.view())
-    assert curves.series[0].x[0] == pytest.approx(100.0), "both seeds have found something: the slower one after 100 s"
+    of = {s.name: list(s.x) for s in curves.series}
+    assert min(of["packed"]) >= 100.0, "the slower one has its first answer after 100 s"
+    assert of["sequential"][0] == pytest.approx(15.0) and max(of["sequential"]) <= 60.0 and max(of["packed"]) == pytest.approx(400.0)
 
 
 def test_live_and_replayed_searches_stand_apart(rows):

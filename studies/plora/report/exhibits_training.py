@@ -43,7 +43,8 @@ def searches(view: View) -> list:
             title = f"Searches {name}, {device}: {trials} trials, {slots} slots"
             for sampler in dict.fromkeys(r.params["sampler"] for r in found):
                 same = [r for r in found if r.params["sampler"] == sampler]
-                curves = [c for (_, arm), of in _by_arm(same).items() if (c := _curve(arm, of))]
+                at = _seconds(same)
+                curves = [c for (_, arm), of in _by_arm(same).items() if (c := _curve(arm, of, at))]
                 out += [Curves(title=f"{title}, {sampler}", x_label="device seconds", y_label="best validation score so far", series=curves, log_x=True, sources=same,
                                note="Mean over seeds and its 95% interval. A score is taken when its trial is finished, so a pack's first answer comes late and then many come at once.")] if curves else []  # fmt: skip
             out.append(_arms(title, found))
@@ -64,16 +65,22 @@ def _by_arm(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
     return out
 
 
-def _curve(arm: str, rows: Sequence[Row]) -> Series | None:
+def _seconds(rows: Sequence[Row]) -> list[float]:
+    """Where the curves of a figure are read: POINTS from the first answer of any search to the end of the longest, evenly in the logarithm."""
+    first, last = min(r.record("progress")[0]["device_s"] for r in rows if r.record("progress")), max(r.metrics["device_s"] for r in rows)
+    return [last] if last <= first else [first * (last / first) ** (i / (POINTS - 1)) for i in range(POINTS)]
+
+
+def _curve(arm: str, rows: Sequence[Row], at: Sequence[float]) -> Series | None:
+    """From when every seed has found something, to when the longest search of the arm is over."""
     found = [[(p["device_s"], p["score"]) for p in r.record("progress")] for r in rows]
-    found = [f for f in found if f]
-    if not found:
+    begin, end = max((f[0][0] for f in found if f), default=math.inf), max(r.metrics["device_s"] for r in rows)
+    within = [t for t in at if begin <= t * (1 + 1e-9) <= end * (1 + 1e-6)] or [t for t in at if t * (1 + 1e-9) >= begin][:1]
+    if not all(found) or not within:
         return None
-    first, last = max(f[0][0] for f in found), max(r.metrics["device_s"] for r in rows)
-    at = [first * (max(last, first) / first) ** (i / (POINTS - 1)) for i in range(POINTS)] if last > first > 0 else [first]
-    means = [interval([_best(f, t) for f in found]) for t in at]
+    means = [interval([_best(f, t) for f in found]) for t in within]
     values = [m if isinstance(m, tuple) else (m, m, m) for m in means]
-    return Series(name=arm, x=at, y=[v[0] for v in values], low=[v[1] for v in values], high=[v[2] for v in values])
+    return Series(name=arm, x=within, y=[v[0] for v in values], low=[v[1] for v in values], high=[v[2] for v in values])
 
 
 def _best(progress: Sequence[tuple[float, float]], seconds: float) -> float:
@@ -90,7 +97,7 @@ def _arms(title: str, rows: Sequence[Row]) -> Table:
         lines.append((sampler, arm, *numbers, faster, len(same), same[0].kind))
     columns = [Column(name="sampler"), Column(name="arm"), Column(name="best validation score"), Column(name="its test score"), Column(name="device", unit="s"), Column(name="trained"), Column(name="pruned"),
                Column(name="over sequential+prune", unit="x"), Column(name="seeds"), Column(name="kind")]  # fmt: skip
-    return Table(title=f"{title}, by arm", columns=columns, rows=lines, sources=rows, note="Means over seeds with 95% intervals; ratios of seconds are paired by seed. On a CPU a pack runs slot by slot: its seconds show the bookkeeping, not what packing gains.")
+    return Table(title=f"{title}, by arm", columns=columns, rows=lines, sources=rows, note="Means over seeds with 95% intervals; ratios of seconds are paired by seed. Where step times were recorded on a CPU a pack runs slot by slot, and packing gains nothing.")
 
 
 def pruners(view: View) -> list:
