@@ -18,8 +18,9 @@ BF16 = torch.bfloat16
 
 def norms(columns: int) -> None:
     h, w = torch.zeros(16, columns, dtype=BF16), torch.zeros(columns)
-    _norm_forward(h, h, w, 1e-5)
-    _norm_backward(h, h, h, torch.zeros(16), w)
+    for other in (h, None):
+        _norm_forward(h, other, w, 1e-5)
+        _norm_backward(h, other, h, torch.zeros(16), w)
 
 
 def turns(heads: int, groups: int, dim: int) -> None:
@@ -33,20 +34,23 @@ def gates() -> None:
 
 
 def losses() -> None:
-    logit_losses(torch.zeros(16, 49152, dtype=BF16), torch.zeros(16, dtype=torch.int64), learn=True)
+    for learn in (True, False):
+        logit_losses(torch.zeros(16, 49152, dtype=BF16), torch.zeros(16, dtype=torch.int64), learn=learn)
     slot_sums(torch.zeros(16), torch.zeros(3, dtype=torch.int32), tokens=16, answers=1)
 
 
 # the narrowest and the widest model; SmolLM2's and 7B's heads
 CASES = {
-    "norms 576": lambda: norms(576), "norms 3584": lambda: norms(3584), "turns 9": lambda: turns(9, 3, 64), "turns 28": lambda: turns(28, 4, 128), "gates": gates, "losses": losses,
+    "norms 576": (lambda: norms(576), 4), "norms 3584": (lambda: norms(3584), 4), "turns 9": (lambda: turns(9, 3, 64), 1), "turns 28": (lambda: turns(28, 4, 128), 1),
+    "gates": (gates, 2), "losses": (losses, 3),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_spills_no_atomics_and_wide_loads(name: str) -> None:
-    specimens = captured(name, CASES[name], family="elementwise")
-    assert len(specimens) == (1 if name.startswith("turns") else 2)
+    call, kernels = CASES[name]
+    specimens = captured(name, call, family="elementwise")
+    assert len(specimens) == kernels
     for specimen in specimens:
         compiled = compile_specimen(specimen, "sm_90")
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
