@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from kernels.lora._tune import tune, warm
 __all__ = ["main"]
 
 DEVICE = "cuda"
+TUNED = Path(__file__).with_name("tuned.py")
 SPACES = dict(ds=(2048, 3584, 11008), tokens=(32, 128, 512, 1024), ranks=(8, 16, 32, 64, 128))
 EAGER_RUNS = 7
 
@@ -143,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", help="write the table there")
     parser.add_argument("--tune", action="store_true", help="measure schedules first")
-    parser.add_argument("--tuned", default=str(Path(__file__).with_name("tuned.py")), help="where --tune writes; a copy of it takes effect in kernels/lora/tuned.py")
+    parser.add_argument("--tuned", help="with --tune: write a copy of kernels/lora/tuned.py there")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--warm", nargs=2, help=argparse.SUPPRESS)
@@ -160,7 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
     elif o.warm:
         warm(Path(o.warm[0]), *(int(v) for v in o.warm[1].split("/")))
     elif o.tune:
-        tune(wanted, Path(o.tuned))
+        tune(wanted, TUNED)
+        if o.tuned:
+            shutil.copy(TUNED, o.tuned)
         times = [sys.executable, "-m", "kernels.lora.bench", "--rounds", str(o.rounds), "--slots", str(o.slots)]
         times += [v for name in SPACES for v in (f"--{name}", ",".join(map(str, getattr(o, name))))] + (["--json", o.json] if o.json else [])
         return subprocess.run(times, check=False).returncode  # a fresh process reads the new table

@@ -4,6 +4,7 @@ Without a GPU: times are given, launches are collected and not made.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,17 @@ def test_a_wrong_product_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="times are taken where there is a GPU")
 def test_times_need_a_gpu(capsys: pytest.CaptureFixture) -> None:
     assert bench.main([]) == 2 and "need a CUDA device" in capsys.readouterr().err
+
+
+def test_tuning_leaves_a_copy_and_times_in_a_process_that_reads_the_new_table(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    began: list = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "TUNED", tmp_path / "tuned.py")
+    monkeypatch.setattr(bench, "tune", lambda wanted, path: path.write_text(f"{len(wanted)} cases"))
+    monkeypatch.setattr(bench.subprocess, "run", lambda command, check: began.append(command) or SimpleNamespace(returncode=3))
+    assert bench.main(["--tune", "--ds", "2048", "--tokens", "32,64", "--tuned", str(tmp_path / "copy.py"), "--json", "table.json"]) == 3
+    assert (tmp_path / "copy.py").read_text() == f"{2 * (2 + 4)} cases"
+    assert "--tune" not in began[0] and began[0][began[0].index("--tokens") + 1] == "32,64" and began[0][-2:] == ["--json", "table.json"]
 
 
 def test_every_candidate_makes_its_launches() -> None:
