@@ -133,10 +133,11 @@ def test_assumed_times_are_said_to_be_assumed(rows):
     assert "simulated" in shown.title and "assumed H200" in shown.note and [line[1:4] for line in shown.rows] == [("exact", 0.0, 0.0), ("fifo", 0.2, 0.2)]
 
 
-def test_residuals_are_of_the_held_out_points_too(rows):
+def test_residuals_show_the_held_out_compositions_first(rows):
     rows.cost_model("3b", [0.1, -0.05])
-    (shown, *_) = exhibits_plans.residuals(rows.view())
-    assert [(s.name, list(s.x), [round(y, 6) for y in s.y]) for s in shown.series] == [(n, [10.0, 20.0], [10.0, -5.0]) for n in ("fit", "holdout")]
+    (shown,) = exhibits_plans.residuals(rows.view())
+    assert shown.rows == [(part, 128, "1 of 16 x 1", ms, 10.0, e) for part in ("held out", "fitted") for ms, e in ((10.0, 0.1), (20.0, -0.05))]
+    assert exhibits_plans._slots([[64, 2], [64, 2], [8, 1]]) == "2 of 64 x 2, 1 of 8 x 1"
 
 
 def test_exactness_lists_its_cases(rows):

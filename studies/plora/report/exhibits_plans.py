@@ -1,16 +1,17 @@
 """Plans: the cost model's residuals, memory, planners' regret and gaps, makespans from step times, clusters that are not here.
 
-    plans(view)             # [Table, Curves, ...]; one sentence where nothing was planned
+    plans(view)             # [Table, ...]; one sentence where nothing was planned
 
 Simulated and replayed numbers stand in tables of their own, each with its kind in the title.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from suite.claims import Row, View
-from suite.exhibit import Column, Curves, Prose, Series, Table
+from suite.exhibit import Column, Prose, Table
 
 PLANNERS = ("exact", "chunks", "lpt", "fifo", "dtm", "sequential")
 
@@ -28,17 +29,20 @@ def _model(row: Row) -> str:
 def residuals(view: View) -> list:
     out: list = []
     for row in view.rows(measure="cost_model"):
-        lines = row.record("residuals")
-        series = [
-            Series(name=part, x=[x["measured_s"] * 1e3 for x in points], y=[100 * x["error"] for x in points])
-            for part, name in (("fit", "fit"), ("holdout", "held out")) if (points := sorted((x for x in lines if x["part"] == part), key=lambda x: x["measured_s"]))
-        ]  # fmt: skip
-        out.append(Curves(title=f"Cost model of {_model(row)}, {row.device}: errors", x_label="measured step, ms", y_label="predicted over measured, less 1, %", series=series, log_x=True, reference=(0.0, "no error"), sources=[row],
-                          note=f"Mean absolute error of held-out compositions {row.metrics['mape']:.1%}."))  # fmt: skip
+        lines = sorted(row.record("residuals"), key=lambda x: (x["part"] != "holdout", x["measured_s"]))
+        shown = [("held out" if x["part"] == "holdout" else "fitted", x["tokens"], _slots(x["slots"]), x["measured_s"] * 1e3, x["predicted_s"] * 1e3, x["error"]) for x in lines]
+        columns = [Column(name="part"), Column(name="tokens"), Column(name="slots: rank x rows"), Column(name="measured", unit="ms"), Column(name="predicted", unit="ms"), Column(name="predicted over measured, less 1")]
+        out.append(Table(title=f"Cost model of {_model(row)}: residuals", columns=columns, rows=shown, sources=[row], note=f"Mean absolute error of held-out compositions {row.metrics['mape']:.1%}."))
     rows = view.rows(measure="memory_model")
     lines = [(_model(r), r.metrics["memory_mape"], r.device) for r in rows if "memory_mape" in r.metrics]
     out += [Table(title="Memory model on held-out compositions", columns=[Column(name="model"), Column(name="mean absolute error"), Column(name="device")], rows=lines, sources=rows)] if lines else []
     return out
+
+
+def _slots(slots: Sequence[Sequence[int]]) -> str:
+    """Equal slots together: "4 of 64 x 2, 1 of 8 x 1"."""
+    counts = Counter(tuple(s) for s in slots)
+    return ", ".join(f"{n} of {rank} x {rows}" for (rank, rows), n in counts.items())
 
 
 def regrets(view: View) -> list:
