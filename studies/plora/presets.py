@@ -185,7 +185,14 @@ class Makespan:
     chunk: int = 32
     gpus: int = 1
     replicates: int = 3
-    same: int = 8  # adapters that are trained again in deterministic mode, packed and alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class Same:
+    """Some of the paper's configurations trained in deterministic mode, packed and alone: their bits are equal."""
+
+    training: Training
+    configurations: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +216,7 @@ class Config:
     planning: tuple[Planning, ...] = ()
     makespan: PaperMakespan | None = None
     exactness: str = ""  # the model whose bits are compared, packed and alone
+    same: Same | None = None
     grid: Grid | None = None
     replays: Searches | None = None
     published: Searches | None = None  # instead of grid and replays, where a grid that a GPU recorded travels with the source
@@ -235,7 +243,7 @@ def cpu() -> Config:
     tpe = tuple(("tpe", arm) for arm in ARMS)
     replays, published = Searches(arms=tpe, trials=12, slots=4, seeds=3, looks=8), Searches(arms=tpe, trials=PRUNED_TRIALS, slots=16, seeds=3)
     live = Searches(arms=(("tpe", "packed+prune+refill"), ("tpe", "sequential+prune")), trials=12, slots=4, seeds=1, looks=8)
-    return Config(planning=(Planning(model="3b", timed=False),), exactness="tiny", grid=grid, replays=replays, published=published, live=((TINY, live),), pruners=True)
+    return Config(planning=(Planning(model="3b", timed=False),), exactness="tiny", same=Same(training=replace(TINY, budget_tokens=400), configurations=4), grid=grid, replays=replays, published=published, live=((TINY, live),), pruners=True)
 
 
 def gpu() -> Config:
@@ -250,14 +258,14 @@ def gpu() -> Config:
     live = (Searches(arms=(("tpe", "packed+prune+refill"),), trials=PRUNED_TRIALS, slots=16, seeds=5), Searches(arms=(("tpe", "sequential+prune"),), trials=PRUNED_TRIALS, slots=16, seeds=1))
     sums = Training(model="smollm2", task="svamp", rows=(None, 200, None), tokens=128, budget_tokens=200_000)
     return Config(
-        ladders=ladders, surfaces=surfaces, saturation=saturation, kernels=Kernels(), baselines=Baselines(), planning=planning, makespan=PaperMakespan(), exactness="smollm2", grid=Grid(training=BANKING),
+        ladders=ladders, surfaces=surfaces, saturation=saturation, kernels=Kernels(), baselines=Baselines(), planning=planning, makespan=PaperMakespan(), exactness="smollm2", same=Same(training=replace(BANKING, budget_tokens=4_000)), grid=Grid(training=BANKING),
         replays=Searches(arms=REPLAYED, trials=PRUNED_TRIALS, slots=16, seeds=8), live=tuple((BANKING, s) for s in live), makespans=(Makespan(training=live_makespan()),),
         quality=(Quality(training=BANKING), Quality(training=replace(BANKING, task="clinc150")), Quality(training=sums, peft=False)), pruners=True,
     )  # fmt: skip
 
 
 def gpu2() -> Config:
-    return Config(makespans=(Makespan(training=live_makespan(), gpus=2, same=0),))
+    return Config(makespans=(Makespan(training=live_makespan(), gpus=2),))
 
 
 def live_makespan() -> Training:

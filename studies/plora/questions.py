@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from studies.plora.presets import HEADLINE, Baselines, Config, Grid, Kernels, Ladder, Makespan, PaperMakespan, Planning, Quality, Saturation, Searches, Surface, Training, answers
+from studies.plora.presets import HEADLINE, Baselines, Config, Grid, Kernels, Ladder, Makespan, PaperMakespan, Planning, Quality, Same, Saturation, Searches, Surface, Training, answers
 from suite.cell import Cell, Needs
 from suite.identity import ROOT, module_path, sha256_file
 
@@ -39,6 +39,7 @@ def questions(config: Config) -> list[Cell]:
     out += [cell for p in config.planning for cell in _planning(p)]
     out += _makespans(config.makespan) if config.makespan else []
     out += _exactness(config.exactness) if config.exactness else []
+    out += [_same(config.same)] if config.same else []
     out += _searches(config.grid, config.replays, config.published)
     out += [cell for training, s in config.live for cell in _live(training, s)]
     out += [cell for m in config.makespans for cell in _live_makespan(m)]
@@ -238,9 +239,13 @@ def _live_makespan(m: Makespan) -> list[Cell]:
     tasks = [t.spec | {"name": name} for name in m.tasks]
     params = {"model": t.model, "tasks": tasks, "tokens": t.tokens, "configurations": m.configurations, "budget_tokens": t.budget_tokens, "slots": m.slots, "chunk": m.chunk, "single_paths": ["looped", "triton"]}
     several = {"gpus": m.gpus, "ranks": m.gpus} if m.gpus > 1 else {}
-    out = [_trains("cells.training:makespan_live", params, f"makespan live {m.gpus} GPU #{i}", t.device, replicate=i, seed=i, exclusive=True, assets=_assets(*m.tasks), **several) for i in range(m.replicates)]
-    same = {"model": t.model, "task": tasks[0], "tokens": t.tokens, "configurations": m.same, "budget_tokens": 4_000}
-    return out + ([_trains("cells.training:same_adapters", same, f"same adapters {t.model}", t.device)] if m.same else [])
+    return [_trains("cells.training:makespan_live", params, f"makespan live {m.gpus} GPU #{i}", t.device, replicate=i, seed=i, exclusive=True, assets=_assets(*m.tasks), **several) for i in range(m.replicates)]
+
+
+def _same(s: Same) -> Cell:
+    t = s.training
+    params = {"model": t.model, "task": t.spec, "tokens": t.tokens, "configurations": s.configurations, "budget_tokens": t.budget_tokens}
+    return _trains("cells.training:same_adapters", params, f"exactness same adapters {t.model} {t.task}", t.device)
 
 
 def _quality(q: Quality) -> list[Cell]:

@@ -211,3 +211,11 @@ def test_one_case_that_differs_refutes(rows, claim, name):
     assert judged(rows, claim).verdict == "REPRODUCED"
     rows.exact(name, 0.99)
     assert judged(rows, claim).verdict == "NOT REPRODUCED"
+
+
+def test_adapters_trained_again_packed_and_alone_are_cases_of_exactness(rows):
+    rows.exact("packed_equals_separate", 1.0)
+    rows.same(7 / 8)
+    j = judged(rows, "exactness")
+    assert (j.value, j.n, j.verdict) == (0.5, 2, "NOT REPRODUCED") and "noise floor was not measured" in j.note
+    assert judged(rows, "isolation").verdict == "NOT MEASURED HERE"

@@ -17,6 +17,7 @@ import torch
 from studies.plora.cells import kernels as cells_kernels
 from studies.plora.cells import throughput as cells_throughput
 from studies.plora.measures import kernels as of_kernels
+from studies.plora.measures.flops import peak_flops
 from studies.plora.measures.subjects import STEPS, subject_of, uniform
 from studies.plora.presets import RUNGS
 from studies.plora.study import STUDY
@@ -44,7 +45,8 @@ def test_every_rung_of_the_ladder_runs_and_trains_the_same_adapter():
     assert lines["B7 ours, graphed"]["us"] < lines["B3 looped"]["us"], "captured and packed kernels beat an eager loop"
     assert lines["B1 one graphed"]["us"] < lines["one eager"]["us"], "a graph takes the host's time away"
     assert found.metrics["log_pack_cap"] > 0, "many sequences keep the GPU busier than one"
-    assert 0 < found.metrics["mfu_single"] < found.metrics["mfu_max"] < 1 or "mfu_single" not in found.metrics
+    if peak_flops(torch.cuda.get_device_name()):
+        assert 0 < found.metrics["mfu_single"] < found.metrics["mfu_max"] < 1
 
 
 def test_a_surface_grows_with_k_for_a_small_model():

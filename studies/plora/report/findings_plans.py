@@ -69,14 +69,15 @@ def makespan_paper(view: View) -> Finding | None:
     return exact(worst.metrics["makespan_over_eager"], rows, missing(view, "makespan"), len(rows), graphed)
 
 
-def shares(view: View, measure: str, name: str) -> Finding | None:
-    """A claim about all cases: every cell reports the share that holds and how many were looked at."""
-    rows = [r for r in view.rows(measure=measure) if name in r.metrics]
-    return counted(rows, [r.metrics[name] == 1.0 for r in rows], missing(view, measure), f"{sum(r.metrics[name] == 1.0 for r in rows)} of {len(rows)} cells hold in every case")
+def held(view: View, *measures: str) -> Finding | None:
+    """Cells of these measures that hold in every case: each reports the share that does."""
+    rows = [r for m in measures for r in view.rows(measure=m)]
+    holds = [1.0 in (r.metrics.get("equal_share"), r.metrics.get("isolated_share")) for r in rows]
+    return counted(rows, holds, sum(missing(view, m) for m in measures), f"{sum(holds)} of {len(holds)} cells hold in every case")
 
 
 def exactness(view: View) -> Finding | None:
-    found = shares(view, "packed_equals_separate", "equal_share")
+    found = held(view, "packed_equals_separate", "same_adapters")
     return found and replace(found, note=f"{found.note}; {_noise(view.rows(measure='noise_floor'))}")
 
 
@@ -86,4 +87,4 @@ def _noise(rows: list[Row]) -> str:
 
 
 def isolation(view: View) -> Finding | None:
-    return shares(view, "isolation", "isolated_share")
+    return held(view, "isolation")
