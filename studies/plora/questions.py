@@ -26,7 +26,7 @@ MODEL_ASSETS = ("smollm2-135m-instruct", "smollm2-135m-instruct-bf16")
 TASK_ASSETS = {"banking77": ("banking77-train", "banking77-test"), "clinc150": ("clinc150",), "svamp": ("mawps-asdiv", "svamp")}  # of studies.plora.data.sets, which imports torch
 STEP_ANSWERS = 16  # studies.plora.measures.tables.ANSWER_TOKENS
 PEFT_TOKENS = 20_000  # of a budget that eager PEFT trains in a minute
-STEPS = {"rounds": 5, "launches": 4, "warmup_s": 0.2}
+STEPS = {"rounds": 3, "launches": 2, "warmup_s": 0.1}  # of each composition: there are hundreds
 
 
 def questions(config: Config) -> list[Cell]:

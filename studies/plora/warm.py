@@ -4,8 +4,7 @@
     warm(presets.gpu())         # [WarmTask, ...], from the same list of cells that the preset measures
 
 Triton's kernels depend on types, constants and on which sizes are 1 or multiples of 16, not on the number of layers: a task steps a pack of the cell's own
-slots, length and path on one layer of the cell's model. Compositions of a table that have the same kernels are many; every one is listed, as one that is
-compiled costs a second. NOT_PREPARED names kinds of cells that have no tasks, and why. Importing it imports neither torch nor triton.
+slots, length and path on one layer of the cell's model, one composition of a table for those that have the same kernels. NOT_PREPARED names kinds of cells that have no tasks, and why. Importing it imports neither torch nor triton.
 """
 
 from __future__ import annotations
@@ -88,10 +87,16 @@ def _saturation(cell: Cell) -> Iterator[WarmTask]:
 
 
 def _table(cell: Cell) -> Iterator[WarmTask]:
+    """One composition of those that ask for the same schedules (kernels.lora.schedules: powers of two of rows and slots, the widest rank)."""
     from studies.plora.measures.tables import ANSWER_TOKENS, shapes_of
 
+    asked = set()
     for i, shape in enumerate(shapes_of(cell.params["model"], cell.params["table"])):
-        yield _pack(cell, str(i), shape["slots"], tokens=shape["tokens"], answer_tokens=ANSWER_TOKENS)
+        ranks, rows = [r for r, _ in shape["slots"]], max(n for _, n in shape["slots"])
+        key = (max(ranks), (rows * shape["tokens"] - 1).bit_length(), (len(ranks) - 1).bit_length(), sum(ranks) % 16 == 0)
+        if key not in asked:
+            asked.add(key)
+            yield _pack(cell, str(i), shape["slots"], tokens=shape["tokens"], answer_tokens=ANSWER_TOKENS)
 
 
 def _kernels(cell: Cell) -> Iterator[WarmTask]:

@@ -10,10 +10,14 @@ import sys
 import pytest
 import torch
 
+from kernels.lora.schedules import PRODUCTS, schedule
 from studies.plora import presets, warm_tasks
 from studies.plora.engine.pack import EnginePack
+from studies.plora.engine.shapes import SHAPES
 from studies.plora.measures import kernels as of_kernels
 from studies.plora.measures import throughput
+from studies.plora.measures.tables import shapes_of
+from studies.plora.planning.memory import site_sizes
 from studies.plora.questions import questions
 from studies.plora.study import STUDY
 from studies.plora.warm import BY_KIND, NOT_PREPARED, PATHS, warm
@@ -49,6 +53,20 @@ def test_the_packs_of_a_headline_are_prepared() -> None:
     for ladder in presets.gpu().ladders:
         assert {(ladder.model, ladder.tokens, 1, ladder.batch, "looped"), (ladder.model, ladder.tokens, 1, ladder.batch, "triton"), (ladder.model, ladder.tokens, ladder.k, ladder.batch, "triton"),
                 (ladder.model, ladder.tokens, 1, ladder.saturated // ladder.tokens, "triton")} <= packs  # fmt: skip
+
+
+def test_a_table_has_a_task_for_every_schedule_that_its_compositions_ask_for() -> None:
+    """By the schedules themselves, of every product and width of the model."""
+    widths = {d for sizes in site_sizes(SHAPES["3b"]).values() for d in sizes}
+
+    def schedules(slots: list, tokens: int) -> set:
+        of = {"rank": max(r for r, _ in slots), "rows": tokens * max(n for _, n in slots), "slots": len(slots)}
+        return {(product, d, schedule(product, d=d, **of)) for product in PRODUCTS for d in widths}
+
+    for cell in (c for c in questions(presets.gpu()) if kind(c) == "cells.throughput:step_times" and c.params["model"] == "3b"):
+        wanted = set().union(*(schedules(s["slots"], s["tokens"]) for s in shapes_of("3b", cell.params["table"])))
+        tasks = list(BY_KIND[kind(cell)](cell))
+        assert wanted == set().union(*(schedules(t.params["slots"], t.params["tokens"]) for t in tasks)) and len(tasks) <= 40, cell.label
 
 
 def test_importing_it_imports_neither_torch_nor_triton() -> None:
