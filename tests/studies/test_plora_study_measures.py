@@ -113,10 +113,13 @@ def test_bytes_are_those_of_every_tensor_once(which):
 def test_a_gain_is_of_an_adapter_over_the_faster_single_one_and_the_cap_is_of_tokens(monkeypatch):
     seconds = {"B1 one graphed": 0.010, "B1 one graphed, our kernels": 0.008, "B7 ours, graphed": 0.012, "saturated": 0.016, "one eager": 0.2}
     monkeypatch.setattr(throughput, "contest", told(seconds))
+    monkeypatch.setattr(throughput, "peak_flops", lambda device: 1e12)
     found = throughput.ladder(CPU, batch=1, k=3, rank=4, saturated_tokens=64, variants=["one eager"], **TINY)
     assert math.exp(found.metrics["log_pack_speedup"]) == pytest.approx(3 * 0.008 / 0.012, rel=SAME)
     assert math.exp(found.metrics["log_pack_cap"]) == pytest.approx((64 / 0.016) / (8 / 0.008), rel=SAME)
     assert found.metrics["tokens_per_s"] == pytest.approx(24 / 0.012, rel=SAME) and found.metrics["step_ms"] == pytest.approx(12.0, rel=SAME)
+    work = lambda k, rows: step_flops(SHAPES["tiny"], uniform(8, slots=k, rank=4, rows=rows), answer_tokens=2) / 1e12  # noqa: E731
+    assert [found.metrics[m] for m in ("mfu_single", "mfu_pack", "mfu_max")] == pytest.approx([work(1, 1) / 0.008, work(3, 1) / 0.012, work(1, 8) / 0.016], rel=SAME)
     lines = {x["variant"]: x for x in found.records["variants"]}
     assert lines["B1 one graphed, our kernels"]["log_speedup"] == 0.0 and math.exp(lines["one eager"]["log_speedup"]) == pytest.approx(0.008 / 0.2, rel=SAME)
     assert found.metrics["noise_floor"] == pytest.approx(math.log(1.01), rel=1e-6)
