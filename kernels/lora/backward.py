@@ -25,7 +25,7 @@ from kernels.lora._tiles import narrow_tile, outer_tile, segment, wide_tile
 from kernels.lora.dropout import Dropout, dropped_ref
 from kernels.lora.forward import check, constants, join, narrow, parts_of, scale_of, started, streams, tiles, wide, wide_ref
 from kernels.lora.schedules import Schedule, pass_for, schedule_for
-from kernels.lora.segments import Segments
+from kernels.lora.segments import Segments, alone
 
 __all__ = ["grad_a", "grad_a_ref", "grad_ax", "grad_b", "grad_b_ref", "grad_s", "grad_s_ref", "grad_sb", "grad_x", "grad_x_ref"]
 
@@ -42,7 +42,7 @@ def grad_s(dy_MN: torch.Tensor, b_TN: torch.Tensor, seg: Segments, *, determinis
 def grad_s_ref(dy_MN: torch.Tensor, b_TN: torch.Tensor, seg: Segments) -> torch.Tensor:
     ds_MR = dy_MN.new_zeros((dy_MN.shape[0], seg.widest))
     for i, (m, t) in enumerate(seg.bounds()):
-        ds_MR[m, : seg.ranks[i]] = seg.scales[i].to(dy_MN.dtype) * (dy_MN[m] @ b_TN[t].mT)
+        ds_MR[m, : seg.ranks[i]] = seg.scales[i].to(dy_MN.dtype) * (alone(dy_MN[m]) @ alone(b_TN[t]).mT)
     return ds_MR
 
 
@@ -56,7 +56,7 @@ def grad_b(s_MR: torch.Tensor, dy_MN: torch.Tensor, seg: Segments, out_TN: torch
 def grad_b_ref(s_MR: torch.Tensor, dy_MN: torch.Tensor, seg: Segments, out_TN: torch.Tensor) -> None:
     for i, (m, t) in enumerate(seg.bounds()):
         if dy_MN[m].shape[0]:
-            out_TN[t] += (seg.scales[i].to(dy_MN.dtype) * (s_MR[m, : seg.ranks[i]].mT @ dy_MN[m])).to(out_TN.dtype)
+            out_TN[t] += (seg.scales[i].to(dy_MN.dtype) * (alone(s_MR[m, : seg.ranks[i]]).mT @ alone(dy_MN[m]))).to(out_TN.dtype)
 
 
 @on_gpu("grad_a")
@@ -70,7 +70,7 @@ def grad_a(ds_MR: torch.Tensor, x_MK: torch.Tensor, seg: Segments, out_TK: torch
 def grad_a_ref(ds_MR: torch.Tensor, x_MK: torch.Tensor, seg: Segments, out_TK: torch.Tensor, *, dropout: Dropout | None = None) -> None:
     for i, (m, t) in enumerate(seg.bounds()):
         if x_MK[m].shape[0]:
-            out_TK[t] += (ds_MR[m, : seg.ranks[i]].mT @ dropped_ref(x_MK[m], dropout, i)).to(out_TK.dtype)
+            out_TK[t] += (alone(ds_MR[m, : seg.ranks[i]]).mT @ dropped_ref(alone(x_MK[m]), dropout, i)).to(out_TK.dtype)
 
 
 @on_gpu("grad_x")

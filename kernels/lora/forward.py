@@ -23,7 +23,7 @@ from kernels.device import on_gpu
 from kernels.lora._tiles import narrow_tile, segment, wide_tile
 from kernels.lora.dropout import Dropout, dropped_ref, keep_ref
 from kernels.lora.schedules import PDL, Schedule, schedule_for
-from kernels.lora.segments import Segments
+from kernels.lora.segments import Segments, alone
 
 __all__ = ["DTYPES", "expand", "expand_ref", "shrink", "shrink_ref"]
 
@@ -41,7 +41,7 @@ def shrink(x_MK: torch.Tensor, a_TK: torch.Tensor, seg: Segments, *, dropout: Dr
 def shrink_ref(x_MK: torch.Tensor, a_TK: torch.Tensor, seg: Segments, *, dropout: Dropout | None = None) -> torch.Tensor:
     s_MR = x_MK.new_zeros((x_MK.shape[0], seg.widest))
     for i, (m, t) in enumerate(seg.bounds()):
-        s_MR[m, : seg.ranks[i]] = dropped_ref(x_MK[m], dropout, i) @ a_TK[t].mT
+        s_MR[m, : seg.ranks[i]] = dropped_ref(alone(x_MK[m]), dropout, i) @ alone(a_TK[t]).mT
     return s_MR
 
 
@@ -59,7 +59,7 @@ def expand_ref(y_MN: torch.Tensor, s_MR: torch.Tensor, b_TN: torch.Tensor, seg: 
 def wide_ref(y_MD: torch.Tensor, s_MR: torch.Tensor, w_TD: torch.Tensor, scales_S: torch.Tensor | None, seg: Segments, dropout: Dropout | None) -> None:
     """y += scale dropout's mask of (s w), divided by 1 - p."""
     for i, (m, t) in enumerate(seg.bounds()):
-        product = s_MR[m, : seg.ranks[i]] @ w_TD[t]
+        product = alone(s_MR[m, : seg.ranks[i]]) @ alone(w_TD[t])
         if dropout is not None and float(dropout.p_S[i]):
             product = torch.where(keep_ref(dropout, i, *product.shape), product, 0.0) / float(1 - dropout.p_S[i])
         y_MD[m] += product if scales_S is None else scales_S[i].to(product.dtype) * product

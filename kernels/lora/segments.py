@@ -20,7 +20,7 @@ from itertools import accumulate
 
 import torch
 
-__all__ = ["BUCKETS", "MAX_RANK", "Segments", "bucket"]
+__all__ = ["BUCKETS", "MAX_RANK", "Segments", "alone", "bucket"]
 
 BUCKETS = (16, 64, 128)  # capacities of slots whose rank changes from one adapter to the next
 MAX_RANK = 128
@@ -31,6 +31,12 @@ def bucket(rank: int) -> int:
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(f"a rank is from 1 to {MAX_RANK}, got {rank=}; choose one in this range")
     return next(b for b in BUCKETS if b >= rank)
+
+
+def alone(part: torch.Tensor) -> torch.Tensor:
+    """A slot's part, row-major in memory of its own. On a CPU the bits of a product can depend on where its operands start and how far their
+    rows lie apart, both of which a pack decides; a reference multiplies copies, so that its bits are a slot's own."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True, kw_only=True)

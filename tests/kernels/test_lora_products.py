@@ -98,11 +98,11 @@ def test_only_x_and_s_are_kept_for_backward() -> None:
 
 
 def everything(rows, ranks, scales, x, dy, a, b, dropout) -> list[torch.Tensor]:
-    """Per slot, in float32: y, dx, gradients of A and B, from packed references."""
+    """Per slot, in float32: y, dx, gradients of A and B, from packed references. The base is zero: what a library does with all rows at once is not theirs."""
     seg = segments(rows, ranks, scales)
     fa, fb = (Factor(compute=torch.cat(v), grad=torch.zeros(sum(ranks), v[0].shape[1])) for v in (a, b))
     x = torch.cat(x).requires_grad_()
-    y = lora_linear(x, numbers((N, K), 1, torch.float32), None, fa, fb, seg, dropout=dropout)
+    y = lora_linear(x, torch.zeros(N, K), None, fa, fb, seg, dropout=dropout)
     y.backward(torch.cat(dy))
     return [(y[m].detach(), x.grad[m], fa.grad[t], fb.grad[t]) for m, t in seg.bounds()]
 

@@ -17,6 +17,7 @@ from kernels.lora.answers import answer_losses_ref, slot_sums_ref
 from kernels.lora.attention import causal_attention_ref
 from kernels.lora.paths import path_named
 from kernels.lora.pointwise import add_norm_ref, swiglu_ref, turn_ref
+from kernels.lora.segments import alone
 from studies.plora.engine.operators import Bounds, Frame
 from studies.plora.engine.products import by_path, linears
 
@@ -45,7 +46,7 @@ class SlotBySlot:
         return _by_slot(swiglu_ref, bounds, gate_MF, up_MF)
 
     def answers(self, x_AK, head_VK, targets_A, bounds, *, learn=True, choices_C=None):
-        found = [answer_losses_ref(x_AK[b], head_VK, targets_A[b], learn=learn, choices_C=choices_C) for b in bounds]
+        found = [answer_losses_ref(alone(x_AK[b]), head_VK, targets_A[b], learn=learn, choices_C=choices_C) for b in bounds]
         return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True))
 
     def sums(self, values_A, frame, answers):
@@ -53,7 +54,7 @@ class SlotBySlot:
 
 
 def _by_slot(f: Callable[..., torch.Tensor], bounds: Bounds, *tensors: torch.Tensor) -> torch.Tensor:
-    return torch.cat([f(*(t[b] for t in tensors)) for b in bounds])
+    return torch.cat([f(*(alone(t[b]) for t in tensors)) for b in bounds])
 
 
 def _linear(x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None, frame: Frame) -> torch.Tensor:
