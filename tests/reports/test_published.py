@@ -52,8 +52,8 @@ def view(tmp_path_factory):
 def test_timing_claims_stand_on_published_rows_of_the_h200(view):
     judged = {j.id: j for j in judge_all(load_study("determinism"), view)}
     for name in ("decode_vs_layercast", "decode_bandwidth", "decode_vs_fp32_stored", "decode_vs_bf16"):
-        assert (judged[name].n >= 5 or judged[name].verdict == "UNDECIDED") and judged[name].machine == "NVIDIA H200" and judged[name].kind == "measured" and judged[name].bar_met is not None
-    assert judged["decode_bandwidth"].bar_met and judged["decode_vs_fp32_stored"].bar_met
+        assert judged[name].n >= 5 and judged[name].machine == "NVIDIA H200" and judged[name].kind == "measured" and judged[name].bar_met is not None
+    assert judged["decode_bandwidth"].bar_met and judged["weight_bytes"].bar_met
     assert judged["bitwise_three_archs"].verdict == "NOT MEASURED HERE"
 
 
