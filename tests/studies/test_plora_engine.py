@@ -76,6 +76,15 @@ def test_a_neighbour_that_is_not_finite_changes_nothing(maker):
         assert same(pack, slot, maker.alone(SLOTS[slot], MIX[slot], 8), 0)
 
 
+def test_a_diverged_adapter_has_no_score(maker):
+    """The argmax over logits that are NaN is some class, and right as often as that class stands there."""
+    pack = maker.pack(SLOTS, MIX)
+    pack.adapters.state.slot_views(1, "compute")[0][0, 0] = float("nan")
+    looks, _ = pack.evaluate()
+    assert np.isnan(looks[1].loss) and np.isnan(looks[1].score)
+    assert all(0 <= looks[slot].score <= 1 for slot in (0, 2, 3))
+
+
 def test_a_neighbour_that_is_pruned_and_refilled_changes_nothing_and_starts_fresh(maker):
     pack = maker.pack(SLOTS, MIX, 5)
     pack.release(2)

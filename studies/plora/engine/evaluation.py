@@ -4,7 +4,7 @@
     judge.looks({0: 4096, 2: 512})                # slot -> tokens seen of the live ones; to slot -> Evaluation
 
 Every slot reads the same rows at a time, as many as `TOKENS_A_SLOT` tokens hold: a number that no neighbour changes. Sequences are as long as the
-longest row of the part, not as the pack's. There is no dropout and no gradient.
+longest row of the part, not as the pack's. There is no dropout and no gradient. An adapter whose loss is not finite has no score (NaN).
 """
 
 from __future__ import annotations
@@ -79,5 +79,6 @@ class Judge:
         if self.choices_C is None:
             score_S = -loss_S
         else:
-            score_S = (torch.cat(chosen, dim=1)[:, :n].cpu().numpy() == self.examples.labels).mean(axis=1)
+            right_S = (torch.cat(chosen, dim=1)[:, :n].cpu().numpy() == self.examples.labels).mean(axis=1)
+            score_S = np.where(np.isfinite(loss_S), right_S, np.nan)  # the argmax over NaN is some class, too
         return {slot: Evaluation(tokens_seen=tokens, score=float(score_S[slot]), loss=float(loss_S[slot])) for slot, tokens in seen.items()}
