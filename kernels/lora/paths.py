@@ -77,6 +77,11 @@ class _Layout:
         return self._index([range(i * self.widest, i * self.widest + r) for i, r in enumerate(self.ranks)])
 
     @cached_property
+    def slot_of_row(self) -> torch.Tensor:
+        """int64 [M]."""
+        return self._index([[i] * (m.stop - m.start) for i, (m, _) in enumerate(self.bounds)])
+
+    @cached_property
     def slot_of_rank(self) -> torch.Tensor:
         """int64 [T]."""
         return self._index([[i] * r for i, r in enumerate(self.ranks)])
@@ -138,16 +143,22 @@ def _looped_shrink(x_MK, a_TK, seg, *, dropout=None):
     return s_MR
 
 
+def _row_scales(seg: Segments) -> torch.Tensor:
+    """float32 [M, 1]: all slots are scaled by one launch, where a slot's own would make the loop slower than a user's."""
+    return seg.scales.index_select(0, _layout(seg).slot_of_row)[:, None]
+
+
 def _looped_expand(y_MN, s_MR, b_TN, seg):
-    for i, rows, ranks, rank in _slots(seg):
-        y_MN[rows].addmm_(s_MR[rows, :rank] * seg.scales[i].to(s_MR.dtype), b_TN[ranks])
+    s_MR = torch.mul(s_MR, _row_scales(seg), out=torch.empty_like(s_MR))  # rounded once
+    for _, rows, ranks, rank in _slots(seg):
+        y_MN[rows].addmm_(s_MR[rows, :rank], b_TN[ranks])
 
 
 def _looped_grad_s(dy_MN, b_TN, seg):
     ds_MR = dy_MN.new_empty(dy_MN.shape[0], seg.widest)
-    for i, rows, ranks, rank in _slots(seg):
-        torch.mm(dy_MN[rows], b_TN[ranks].T, out=ds_MR[rows, :rank]).mul_(seg.scales[i])
-    return ds_MR
+    for _, rows, ranks, rank in _slots(seg):
+        torch.mm(dy_MN[rows], b_TN[ranks].T, out=ds_MR[rows, :rank])
+    return ds_MR.mul_(_row_scales(seg))
 
 
 def _looped_grad_b(s_MR, dy_MN, seg, out_TN):

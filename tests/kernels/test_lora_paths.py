@@ -10,6 +10,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.exact.philox import philox_bell
 from kernels.lora.dropout import Dropout
@@ -28,8 +29,8 @@ def gamma(n: int) -> float:
     return (n + 4) * U
 
 
-def pack(rows: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[Segments, dict[str, torch.Tensor]]:
-    seg = Segments.of(rows=rows, ranks=ranks, scales=[2.0, 0.3, 0.5, 1.7][: len(rows)], device="cpu")
+def pack(rows: tuple[int, ...], ranks: tuple[int, ...], scales: tuple[float, ...] = (2.0, 0.3, 0.5, 1.7)) -> tuple[Segments, dict[str, torch.Tensor]]:
+    seg = Segments.of(rows=rows, ranks=ranks, scales=scales[: len(rows)], device="cpu")
     shapes = dict(x=(sum(rows), K), dy=(sum(rows), N), a=(sum(ranks), K), b=(sum(ranks), N), y=(sum(rows), N), dx=(sum(rows), K))
     return seg, {name: philox_bell(shape, i) for i, (name, shape) in enumerate(shapes.items())}
 
@@ -97,6 +98,37 @@ def test_a_looped_slot_has_the_bits_that_it_has_alone() -> None:
         single = run(PATHS["looped"], alone, {name: value[r if name in "ab" else m].clone() for name, value in t.items()})
         for name, value in together.items():
             assert torch.equal(value[r if name in "ab" else m], single[name]), (i, name)
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would launch: operations that are no views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        aliased = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        self.count += not (aliased and not any(a.is_write for a in aliased)) and "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_another_slot_costs_the_loop_no_more_launches_than_its_products() -> None:
+    """One a product; gradients of A and B are products that are then added. A loop that launches more is no fair baseline."""
+    counts = {}
+    for k in (2, 5):
+        seg, t = pack((4,) * k, (8,) * k, scales=(0.5,) * k)
+        path = PATHS["looped"]
+        s, ds = path.shrink(t["x"], t["a"], seg), path.grad_s(t["dy"], t["b"], seg)  # the host's table is made
+        path.expand(t["y"], s, t["b"], seg)
+        calls = dict(shrink=lambda: path.shrink(t["x"], t["a"], seg), expand=lambda: path.expand(t["y"], s, t["b"], seg), grad_s=lambda: path.grad_s(t["dy"], t["b"], seg),
+                     grad_a=lambda: path.grad_a(ds, t["x"], seg, torch.zeros_like(t["a"])), grad_b=lambda: path.grad_b(s, t["dy"], seg, torch.zeros_like(t["b"])),
+                     grad_x=lambda: path.grad_x(t["dx"], ds, t["a"], seg))  # fmt: skip
+        for name, call in calls.items():
+            with Launches() as launches:
+                call()
+            counts.setdefault(name, []).append(launches.count)
+    assert {name: (more - few) / 3 for name, (few, more) in counts.items()} == dict(shrink=1, expand=1, grad_s=1, grad_a=2, grad_b=2, grad_x=1)
 
 
 def with_poison(t: dict[str, torch.Tensor], seg: Segments, slot: int, where: str) -> dict[str, torch.Tensor]:
