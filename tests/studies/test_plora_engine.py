@@ -246,3 +246,14 @@ def test_numbers_drawn_on_a_device_are_those_of_the_reference_generator():
     assert all(torch.equal(row, philox_uniform((1001,), seed, stream=s)) for row, s in zip(drawn, streams, strict=True))
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(bell(count=777, seed=9, stream=4, device="cpu", scale_log2=-3, dtype=dtype), philox_bell((777,), 9, stream=4, scale_log2=-3, dtype=dtype))
+
+
+@pytest.mark.parametrize("streams, count", [((3, 2**31 + 5), 1001), (tuple(range(9)), 100)], ids=["long rows", "many rows"])
+def test_numbers_are_drawn_in_pieces_so_that_a_start_is_no_peak_of_memory(streams, count, monkeypatch):
+    from studies.plora.engine import draws
+
+    whole, made, words = draws.uniform(streams=streams, count=count, seed=7, device="cpu"), [], draws._words
+    monkeypatch.setattr(draws, "_AT_ONCE", 400)
+    monkeypatch.setattr(draws, "_words", lambda some, n, *rest: made.append(len(some) * n) or words(some, n, *rest))
+    assert torch.equal(draws.uniform(streams=streams, count=count, seed=7, device="cpu"), whole)
+    assert max(made) <= 400 and sum(made) == len(streams) * count

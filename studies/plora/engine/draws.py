@@ -16,6 +16,7 @@ __all__ = ["bell", "uniform"]
 
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
+_AT_ONCE = 2**22  # numbers, a multiple of 4: their integers take some 100 MB, so that a start is no peak of a small pack's memory
 
 
 def _words(streams: torch.Tensor, count: int, seed: int, first: int = 0) -> torch.Tensor:
@@ -33,8 +34,13 @@ def _words(streams: torch.Tensor, count: int, seed: int, first: int = 0) -> torc
 def uniform(*, streams: Sequence[int], count: int, seed: int, device: torch.device | str) -> torch.Tensor:
     """float32 [streams, count]: row i is `philox_uniform((count,), seed, stream=streams[i])`, odd multiples of 2^-24 in (-1, 1)."""
     _check(seed, streams)
-    words = _words(torch.tensor(streams, dtype=torch.int64, device=device), count, seed)
-    return ((words >> 8) * 2 + 1 - 2**24).to(torch.float32) * 2.0**-24
+    numbers, out = torch.tensor(streams, dtype=torch.int64, device=device), torch.empty(len(streams), count, dtype=torch.float32, device=device)
+    each = max(1, _AT_ONCE // count)
+    for some, part in zip(numbers.split(each), out.split(each), strict=True):
+        for start in range(0, count, _AT_ONCE):
+            words = _words(some, min(_AT_ONCE, count - start), seed, start)
+            part[:, start : start + _AT_ONCE] = ((words >> 8) * 2 + 1 - 2**24).to(torch.float32) * 2.0**-24
+    return out
 
 
 def bell(*, count: int, seed: int, stream: int, device: torch.device | str, scale_log2: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
