@@ -257,3 +257,30 @@ def test_numbers_are_drawn_in_pieces_so_that_a_start_is_no_peak_of_memory(stream
     monkeypatch.setattr(draws, "_words", lambda some, n, *rest: made.append(len(some) * n) or words(some, n, *rest))
     assert torch.equal(draws.uniform(streams=streams, count=count, seed=7, device="cpu"), whole)
     assert max(made) <= 400 and sum(made) == len(streams) * count
+
+
+def test_a_graph_is_captured_on_the_gpu_of_its_runner(monkeypatch):
+    """One process may drive several; CUDA is a record of what was asked for here."""
+    from contextlib import nullcontext
+    from types import SimpleNamespace
+
+    from studies.plora.engine import graph
+
+    current, captured = ["cuda:0"], []
+
+    class On(nullcontext):
+        def __enter__(self):
+            self.before, current[0] = current[0], self.enter_result
+
+        def __exit__(self, *_):
+            current[0] = self.before
+
+    stream = lambda: SimpleNamespace(device=current[0], wait_stream=lambda other: None)  # noqa: E731
+    asked = lambda made, stream=None: captured.append(stream and stream.device) or nullcontext()  # noqa: E731
+    fake = SimpleNamespace(device=lambda d: On(str(d)), Stream=stream, current_stream=stream, stream=lambda s: On(s.device), CUDAGraph=lambda: SimpleNamespace(replay=lambda: None), graph=asked)
+    monkeypatch.setattr(graph, "torch", SimpleNamespace(cuda=fake))
+    for device in ("cuda:0", "cuda:1"):
+        runner = graph.Runner(lambda: None, device=torch.device(device), graphed=True)
+        runner.prepare()
+        assert runner.ready
+    assert captured == ["cuda:0", "cuda:1"] and current == ["cuda:0"]

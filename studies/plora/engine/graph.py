@@ -49,6 +49,6 @@ class Runner:
                     self.function()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=stream):  # torch's own capture stream is of the GPU that a process captured on first
                 self.function()
             self._graph = graph
