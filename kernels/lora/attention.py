@@ -104,8 +104,9 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, length_ptr, T, H, G, scale, q_batch, q_step, q_head, k_batch, k_step, k_head, v_batch, v_step, v_head,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """o [B, T, H, D] and lse [B, H, T] of QUERIES queries of one head; lse is inf behind the sequence. grid (query tiles, B H), late tiles first."""
-    tile, unit = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    """o [B, T, H, D] and lse [B, H, T] of QUERIES queries of one head; lse is inf behind the sequence. grid (query tiles x B H), tiles fastest, late ones first."""
+    tiles = tl.cdiv(T, QUERIES)
+    tile, unit = tiles - 1 - tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = (unit // H).to(tl.int64), (unit % H).to(tl.int64)
     length = T if length_ptr is None else tl.load(length_ptr + b)
     t, d = tile * QUERIES + tl.arange(0, QUERIES), tl.arange(0, D)
@@ -142,7 +143,8 @@ def query_gradient_kernel(
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq [B, T, H, D] and delta [B, H, T] of QUERIES queries of one head; do and o are [B, T, H, D]. grid as forward."""
-    tile, unit = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    tiles = tl.cdiv(T, QUERIES)
+    tile, unit = tiles - 1 - tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, h = (unit // H).to(tl.int64), (unit % H).to(tl.int64)
     length = T if length_ptr is None else tl.load(length_ptr + b)
     t, d = tile * QUERIES + tl.arange(0, QUERIES), tl.arange(0, D)
@@ -175,8 +177,9 @@ def key_gradient_kernel(
     q_batch, q_step, q_head, k_batch, k_step, k_head, v_batch, v_step, v_head,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv [B, T, G, D] of KEYS keys of one key head, heads of its group one after another. grid (key tiles, B G): early tiles are the longest."""
-    tile, unit = tl.program_id(0), tl.program_id(1)
+    """dk and dv [B, T, G, D] of KEYS keys of one key head, heads of its group one after another. grid (key tiles x B G), tiles fastest: early ones are the longest."""
+    tiles = tl.cdiv(T, KEYS)
+    tile, unit = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     b, g = (unit // G).to(tl.int64), (unit % G).to(tl.int64)
     length = T if length_ptr is None else tl.load(length_ptr + b)
     j, d = tile * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
@@ -237,7 +240,7 @@ def attention_forward(
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
     if o.numel():
         plan, fixed = _tiles(dim, q.dtype, "forward")
-        forward_kernel[(triton.cdiv(tokens, plan.queries), batch * heads)](
+        forward_kernel[(triton.cdiv(tokens, plan.queries) * batch * heads,)](
             q, k, v, o, lse, lengths_B, tokens, heads, k.shape[2], _LOG2_E / math.sqrt(dim), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], **fixed,
         )  # fmt: skip
     return o, lse
@@ -262,11 +265,11 @@ def attention_backward(
         scales = (_LOG2_E / math.sqrt(dim), 1.0 / math.sqrt(dim))
         strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
         plan, fixed = _tiles(dim, q.dtype, "query")
-        query_gradient_kernel[(triton.cdiv(tokens, plan.queries), batch * heads)](
+        query_gradient_kernel[(triton.cdiv(tokens, plan.queries) * batch * heads,)](
             do, o, lse, q, k, v, dq, delta, lengths_B, tokens, heads, groups, *scales, *strides, **fixed,
         )  # fmt: skip
         plan, fixed = _tiles(dim, q.dtype, "key")
-        key_gradient_kernel[(triton.cdiv(tokens, plan.keys), batch * groups)](
+        key_gradient_kernel[(triton.cdiv(tokens, plan.keys) * batch * groups,)](
             do, lse, delta, q, k, v, dk, dv, lengths_B, tokens, heads, groups, *scales, *strides, **fixed,
         )  # fmt: skip
     return dq, dk, dv

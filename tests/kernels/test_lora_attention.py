@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from kernels.exact.audit.specimen import captured
 from kernels.exact.philox import philox_bell
 from kernels.lora.attention import HEAD_DIMS, AttentionSchedule, attention_backward, attention_forward, causal_attention, causal_attention_ref, schedules
 
@@ -65,6 +66,14 @@ def test_schedules_depend_on_the_model_alone() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             assert set(schedules(dim, dtype)) == {"forward", "query", "key"}
             assert all(isinstance(plan, AttentionSchedule) for plan in schedules(dim, dtype).values())
+
+
+def test_more_sequences_than_a_grid_s_second_axis_holds_are_served() -> None:
+    """CUDA grids have 2^31 - 1 places along their first axis, 65,535 along the others; an evaluation of many short rows has more units."""
+    q, k, n = (torch.empty(shape, dtype=kind, device="meta") for shape, kind in (((20_000, 70, 9, 64), torch.bfloat16), ((20_000, 70, 3, 64), torch.bfloat16), ((20_000,), torch.int32)))
+    lse = torch.empty(20_000, 9, 70, device="meta")
+    launches = captured("many", lambda: (attention_forward(q, k, k, n), attention_backward(q, q, lse, q, k, k, n)), family="elementwise")
+    assert [x.grid for x in launches] == [(2 * 9 * 20_000, 1, 1), (2 * 9 * 20_000, 1, 1), (2 * 3 * 20_000, 1, 1)]
 
 
 def test_what_does_not_fit_is_refused() -> None:
