@@ -36,7 +36,7 @@ Pair = tuple[Schedule, Schedule]
 def grad_s(dy_MN: torch.Tensor, b_TN: torch.Tensor, seg: Segments, *, deterministic: bool = False, schedule: Schedule | None = None) -> torch.Tensor:
     """ds_MR = scale dy B^T in dy's dtype. Raises ValueError for shapes, dtypes or devices that do not fit."""
     check("grad_s", seg, rows=dy_MN, ranks=b_TN)
-    return narrow(dy_MN, b_TN, seg.scales, seg, None, schedule or schedule_for("narrow", dy_MN.shape[1], seg, deterministic))
+    return narrow(dy_MN, b_TN, seg.scales, seg, None, schedule or schedule_for("narrow", dy_MN, seg, deterministic))
 
 
 def grad_s_ref(dy_MN: torch.Tensor, b_TN: torch.Tensor, seg: Segments) -> torch.Tensor:
@@ -50,7 +50,7 @@ def grad_s_ref(dy_MN: torch.Tensor, b_TN: torch.Tensor, seg: Segments) -> torch.
 def grad_b(s_MR: torch.Tensor, dy_MN: torch.Tensor, seg: Segments, out_TN: torch.Tensor, *, deterministic: bool = False, schedule: Schedule | None = None) -> None:
     """out += scale s^T dy, float32. Raises ValueError for shapes, dtypes or devices that do not fit."""
     check("grad_b", seg, rows=dy_MN, ranks=out_TN, small=s_MR, gradient=True)
-    outer(s_MR, dy_MN, out_TN, seg.scales, seg, None, schedule or schedule_for("outer", dy_MN.shape[1], seg, deterministic))
+    outer(s_MR, dy_MN, out_TN, seg.scales, seg, None, schedule or schedule_for("outer", dy_MN, seg, deterministic))
 
 
 def grad_b_ref(s_MR: torch.Tensor, dy_MN: torch.Tensor, seg: Segments, out_TN: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ def grad_a(ds_MR: torch.Tensor, x_MK: torch.Tensor, seg: Segments, out_TK: torch
            schedule: Schedule | None = None) -> None:  # fmt: skip
     """out += ds^T dropout(x), float32. Raises ValueError for shapes, dtypes or devices that do not fit."""
     check("grad_a", seg, rows=x_MK, ranks=out_TK, small=ds_MR, dropout=dropout, gradient=True)
-    outer(ds_MR, x_MK, out_TK, None, seg, dropout, schedule or schedule_for("outer", x_MK.shape[1], seg, deterministic))
+    outer(ds_MR, x_MK, out_TK, None, seg, dropout, schedule or schedule_for("outer", x_MK, seg, deterministic))
 
 
 def grad_a_ref(ds_MR: torch.Tensor, x_MK: torch.Tensor, seg: Segments, out_TK: torch.Tensor, *, dropout: Dropout | None = None) -> None:
@@ -78,7 +78,7 @@ def grad_x(dx_MK: torch.Tensor, ds_MR: torch.Tensor, a_TK: torch.Tensor, seg: Se
            schedule: Schedule | None = None) -> None:  # fmt: skip
     """dx += ds A where dropout kept x, in place. Raises ValueError for shapes, dtypes or devices that do not fit."""
     check("grad_x", seg, rows=dx_MK, ranks=a_TK, small=ds_MR, dropout=dropout)
-    wide(dx_MK, ds_MR, a_TK, None, seg, dropout, schedule or schedule_for("wide", dx_MK.shape[1], seg, deterministic))
+    wide(dx_MK, ds_MR, a_TK, None, seg, dropout, schedule or schedule_for("wide", dx_MK, seg, deterministic))
 
 
 def grad_x_ref(dx_MK: torch.Tensor, ds_MR: torch.Tensor, a_TK: torch.Tensor, seg: Segments, *, dropout: Dropout | None = None) -> None:
@@ -91,7 +91,7 @@ def grad_sb(dy_MN: torch.Tensor, s_MR: torch.Tensor, b_TN: torch.Tensor, seg: Se
     """`grad_s` and `grad_b` in one launch (and one that joins, where N is cut in parts) -> ds_MR. schedules: of narrow and outer, with as many warps."""
     check("grad_sb", seg, rows=dy_MN, ranks=b_TN, small=s_MR)
     check("grad_sb", seg, rows=dy_MN, ranks=out_TN, gradient=True)
-    pair = schedules or pass_for("dy", dy_MN.shape[1], seg, deterministic)
+    pair = schedules or pass_for("dy", dy_MN, seg, deterministic)
     if pair is None:
         grad_b(s_MR, dy_MN, seg, out_TN)
         return grad_s(dy_MN, b_TN, seg)
@@ -116,7 +116,7 @@ def grad_sb(dy_MN: torch.Tensor, s_MR: torch.Tensor, b_TN: torch.Tensor, seg: Se
 def grad_ax(dx_MK: torch.Tensor | None, ds_MR: torch.Tensor, x_MK: torch.Tensor, a_TK: torch.Tensor, seg: Segments, out_TK: torch.Tensor, *,
             dropout: Dropout | None = None, deterministic: bool = False, schedules: Pair | None = None) -> None:  # fmt: skip
     """`grad_a` and `grad_x` in one launch. dx None: the first alone. schedules: of wide and outer, with as many warps."""
-    pair = schedules or pass_for("x", x_MK.shape[1], seg, deterministic)
+    pair = schedules or pass_for("x", x_MK, seg, deterministic)
     if dx_MK is None or pair is None:
         grad_a(ds_MR, x_MK, seg, out_TK, dropout=dropout, deterministic=deterministic)
         if dx_MK is not None:

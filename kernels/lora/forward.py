@@ -35,7 +35,7 @@ def shrink(x_MK: torch.Tensor, a_TK: torch.Tensor, seg: Segments, *, dropout: Dr
            schedule: Schedule | None = None) -> torch.Tensor:  # fmt: skip
     """s_MR = dropout(x) A^T, x's dtype. Raises ValueError for shapes, dtypes or devices that do not fit."""
     check("shrink", seg, rows=x_MK, ranks=a_TK, dropout=dropout)
-    return narrow(x_MK, a_TK, None, seg, dropout, schedule or schedule_for("narrow", x_MK.shape[1], seg, deterministic))
+    return narrow(x_MK, a_TK, None, seg, dropout, schedule or schedule_for("narrow", x_MK, seg, deterministic))
 
 
 def shrink_ref(x_MK: torch.Tensor, a_TK: torch.Tensor, seg: Segments, *, dropout: Dropout | None = None) -> torch.Tensor:
@@ -49,7 +49,7 @@ def shrink_ref(x_MK: torch.Tensor, a_TK: torch.Tensor, seg: Segments, *, dropout
 def expand(y_MN: torch.Tensor, s_MR: torch.Tensor, b_TN: torch.Tensor, seg: Segments, *, deterministic: bool = False, schedule: Schedule | None = None) -> None:
     """y += scale s B, in place. Raises ValueError for shapes, dtypes or devices that do not fit."""
     check("expand", seg, rows=y_MN, ranks=b_TN, small=s_MR)
-    wide(y_MN, s_MR, b_TN, seg.scales, seg, None, schedule or schedule_for("wide", y_MN.shape[1], seg, deterministic))
+    wide(y_MN, s_MR, b_TN, seg.scales, seg, None, schedule or schedule_for("wide", y_MN, seg, deterministic))
 
 
 def expand_ref(y_MN: torch.Tensor, s_MR: torch.Tensor, b_TN: torch.Tensor, seg: Segments) -> None:

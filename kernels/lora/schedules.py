@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+import torch
+
 from kernels.lora.segments import Segments
 from kernels.lora.tuned import PDL, TUNED
 
@@ -23,6 +25,7 @@ PRODUCTS = ("narrow", "wide", "outer")
 PASSES = {"dy": ("narrow", "outer"), "x": ("wide", "outer")}  # backward in two launches: grad_s with grad_b, grad_x with grad_a
 H200_SMS = 132
 _LEAST_SPLIT = 512  # of d, for every part of a split
+FLOAT32_BLOCK = 32  # of float32 operands, in each direction
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,23 @@ def pass_schedule(name: str, *, d: int, rank: int, rows: int, slots: int, determ
     return first, replace(second, warps=first.warps)
 
 
-def pass_for(name: str, d: int, seg: Segments, deterministic: bool) -> tuple[Schedule, Schedule] | None:
-    return pass_schedule(name, d=d, rank=seg.widest, rows=seg.most_rows, slots=seg.slots, deterministic=deterministic)
+def pass_for(name: str, rows: torch.Tensor, seg: Segments, deterministic: bool) -> tuple[Schedule, Schedule] | None:
+    """rows: [M, D]."""
+    found = pass_schedule(name, d=rows.shape[1], rank=seg.widest, rows=seg.most_rows, slots=seg.slots, deterministic=deterministic)
+    return found and (_of_type(found[0], rows.dtype), _of_type(found[1], rows.dtype))
 
 
-def schedule_for(product: str, d: int, seg: Segments, deterministic: bool) -> Schedule:
-    return schedule(product, d=d, rank=seg.widest, rows=seg.most_rows, slots=seg.slots, deterministic=deterministic)
+def schedule_for(product: str, rows: torch.Tensor, seg: Segments, deterministic: bool) -> Schedule:
+    """rows: [M, D]."""
+    return _of_type(schedule(product, d=rows.shape[1], rank=seg.widest, rows=seg.most_rows, slots=seg.slots, deterministic=deterministic), rows.dtype)
+
+
+@functools.cache
+def _of_type(s: Schedule, dtype: torch.dtype) -> Schedule:
+    """Rules and table are of 16-bit operands. Multiply-adds of float32 ones take whole tiles into registers, and spill those of tensor cores."""
+    if dtype != torch.float32:
+        return s
+    return replace(s, block_m=min(s.block_m, FLOAT32_BLOCK), block_d=min(s.block_d, FLOAT32_BLOCK), block_r=min(s.block_r, FLOAT32_BLOCK), warps=4, stages=min(s.stages, 2))
 
 
 def candidates(product: str, *, d: int, rank: int, rows: int, slots: int) -> list[Schedule]:

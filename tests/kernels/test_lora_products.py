@@ -167,10 +167,10 @@ def test_the_measured_table_is_read_by_rounded_keys(monkeypatch: pytest.MonkeyPa
 # ---- what the compiler makes of the kernels ----------------------------------------------------------------------------------------------
 
 
-def launches(rows: int, slots: int, d: int, ranks: tuple[int, ...], dropout: bool, deterministic: bool) -> list:
+def launches(rows: int, slots: int, d: int, ranks: tuple[int, ...], dropout: bool, deterministic: bool, dtype: torch.dtype = torch.bfloat16) -> list:
     seg = segments((rows,) * slots, ranks * slots, (1.0,) * slots) if len(ranks) == 1 else segments((rows,) * slots, ranks, (1.0,) * slots)
     m, t, r = rows * slots, seg.rank_rows, seg.widest
-    x, w, s, g = (torch.empty(v, dtype=k) for v, k in (((m, d), torch.bfloat16), ((t, d), torch.bfloat16), ((m, r), torch.bfloat16), ((t, d), torch.float32)))
+    x, w, s, g = (torch.empty(v, dtype=k) for v, k in (((m, d), dtype), ((t, d), dtype), ((m, r), dtype), ((t, d), torch.float32)))
     drop = Dropout(p_S=torch.zeros(slots), seed_S=torch.zeros(slots, dtype=torch.int64), step_S=torch.zeros(slots, dtype=torch.int64), site=1) if dropout else None
     how = dict(deterministic=deterministic)
     calls = [lambda: forward.shrink(x, w, seg, dropout=drop, **how), lambda: forward.expand(x, s, w, seg, **how), lambda: backward.grad_sb(x, s, w, seg, g, **how),
@@ -190,6 +190,16 @@ def test_kernels_of_the_default_schedules_spill_nothing_and_move_16_bytes_at_onc
         assert used["stack"] == used["spills"] == 0 and used["shared"] <= 227 * 1024, (specimen.name, used)
         assert used["wide"] or "cp.async.cg.shared.global" in compiled.asm["ptx"], (specimen.name, used)
         assert not re.search(r"^\s*(atom|red)\.", compiled.asm["ptx"], re.MULTILINE), specimen.name
+
+
+# as above, and columns that no tile divides; the tiles of tensor cores spill kilobytes a thread here
+@pytest.mark.parametrize("rows, slots, d, ranks, dropout, deterministic", [(128, 2, 576, (16, 128), False, False), (1024, 32, 2048, (128,), True, False), (128, 2, 1000, (64,), True, True)])
+def test_kernels_of_float32_spill_nothing_and_round_to_no_narrower_type(rows, slots, d, ranks, dropout, deterministic) -> None:
+    for specimen in launches(rows, slots, d, ranks, dropout, deterministic, torch.float32):
+        compiled = compile_specimen(specimen, "sm_90")
+        used = usage_of(compiled)
+        assert used["stack"] == used["spills"] == 0 and used["shared"] <= 227 * 1024, (specimen.name, used)
+        assert not re.search("tf32|wgmma", compiled.asm["ptx"]), specimen.name
 
 
 def test_overlapped_launches_wait_before_they_read_and_let_the_next_start_after(monkeypatch: pytest.MonkeyPatch) -> None:
