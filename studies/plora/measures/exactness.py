@@ -4,8 +4,9 @@
     isolation(ctx, model="smollm2")                 # isolated_share: likewise
     noise_floor(ctx, model="smollm2")               # noise_ratio: at most about 2
 
-Adapters are of mixed ranks (some below their slot's), rows, batches, rates, schedules and clips; they train on the planted task. Record "cases": {"case", "mode", "equal", "gap"}: `gap` is the largest distance
-of two trained adapters, over all their weights, relative to how far the first has moved from its start. `equal` is that of weights, losses, progress and evaluation, bit for bit; None where no
+Adapters are of mixed ranks (some below their slot's), rows, batches, rates, schedules and clips; they train on the planted task. Record
+"cases": {"case", "mode", "equal", "gap"}: `gap` is the largest distance of two trained adapters, over all their weights, relative to how far the first
+has moved from its start (None: not finite). `equal` is that of weights, losses, progress and evaluation, bit for bit; None where no
 bits are promised: without deterministic mode a GPU's library may choose other tiles for other shapes. Modes: "float32" on a CPU; "deterministic" and
 "default" (both bf16) on a GPU.
 
@@ -15,6 +16,7 @@ drawn by a token's place in its segment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -207,7 +209,8 @@ def _shapes(weights: Mapping[str, np.ndarray]) -> list[tuple[int, ...]]:
 
 def _case(name: str, setting: Setting, pairs: Iterable[Pair], *, promised: bool) -> dict[str, Any]:
     pairs = list(pairs)
-    return {"case": name, "mode": setting.mode, "equal": all(p.equal for p in pairs) if promised else None, "gap": max(p.gap for p in pairs)}
+    gaps = [p.gap for p in pairs]
+    return {"case": name, "mode": setting.mode, "equal": all(p.equal for p in pairs) if promised else None, "gap": max(gaps) if all(map(math.isfinite, gaps)) else None}
 
 
 def _share(cases: Sequence[Mapping[str, Any]]) -> float:
